@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors this package raises. Each message names the file, parameter or rank concerned and the way out."""
+
+from __future__ import annotations
+
+
+class UniversalCheckpointError(RuntimeError):
+    """Base of every error raised by megads_ucp."""
+
+
+class UnsupportedError(UniversalCheckpointError):
+    """The engine is of a kind that cannot be exported or restored yet."""
+
+
+class LayoutError(UniversalCheckpointError):
+    """How a parameter is cut over tensor-parallel ranks is unknown or contradictory."""
+
+
+class PlanError(UniversalCheckpointError):
+    """The ranks' descriptions of their partitions do not fit together."""
+
+
+class StorageError(UniversalCheckpointError):
+    """A checkpoint file is missing, damaged, foreign, or could not be written."""
