@@ -150,8 +150,9 @@ class FlatGroup:
         """Elements of a shard rank's partition past the last real element of the group.
 
         This is what an optimizer's `group_paddings` means to the stock converter (`_strip_tensor_paddings` in
-        deepspeed/checkpoint/zero_checkpoint.py), which cuts so many elements off the rank's partition. `BF16_Optimizer._setup_for_real_optimizer` books the whole tail on the last rank
-        instead, also when the tail is longer than a partition.
+        deepspeed/checkpoint/zero_checkpoint.py), which cuts so many elements off the end of the rank's partition.
+        `BF16_Optimizer._setup_for_real_optimizer` books the whole tail on the last rank instead, also when the tail is
+        longer than a partition.
         """
         self._check_rank(shard_rank)
         real = self._stops[-1] if self._stops else 0
