@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout: where every element of a parameter's tensor-parallel shards lies in the full tensor, and back.
+
+A Layout is a :class:`~megads_ucp.layout.rule.Rule` confronted with the shards the ranks hold. Its geometry is
+DeepSpeed's ``ParamAffineMap``: a few strided pieces per rank. What a writer or reader needs on top is
+:meth:`Layout.runs`: ZeRO hands each rank an arbitrary flat range of its shard, and that range has to become a few
+strided copies.
+
+Example. A row-parallel weight of shape (4, 6), cut along dim 1 over two ranks; rank 1 holds columns 3, 4, 5::
+
+    full tensor (flat offsets)            rank 1's shard (flat offsets)
+     0  1  2 |  3  4  5                    0  1  2
+     6  7  8 |  9 10 11                    3  4  5
+    12 13 14 | 15 16 17                    6  7  8
+    18 19 20 | 21 22 23                    9 10 11
+
+The map says this in one piece: shape (4, 3), full offset 3 with strides (6, 1), shard offset 0 with strides (3, 1).
+Say a data-parallel rank's fragment is shard elements [2, 10): it starts late in row 0 and ends early in row 3. Then
+``layout.runs(1, start=2, length=8)`` is three boxes, each with ``holders=(1,)``::
+
+    Box(shape=(),     full_offset=5,  full_strides=(),     shard_offset=2, shard_strides=())        # ragged first row
+    Box(shape=(2, 3), full_offset=9,  full_strides=(6, 1), shard_offset=3, shard_strides=(3, 1))    # whole rows
+    Box(shape=(),     full_offset=21, full_strides=(),     shard_offset=9, shard_strides=())        # ragged last row
+
+An export copies ``box.shard_view(fragment, 2)`` into ``box.full_view(extent, extent_start)``; a resume copies the other
+way. If the extent covers only part of the full tensor, :func:`clip` cuts each box on that side first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from deepspeed.checkpoint.affine import (
+    AffinePiece,
+    ParamAffineMap,
+    contiguous_split_map,
+    replicated_map,
+    sub_param_map,
+)
+from deepspeed.checkpoint.constants import CAT_DIM, PARAM_N_SUB_PARAMS, SUB_PARAM_SHAPE, VOCAB_TENSOR
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+
+from megads_ucp.errors import LayoutError
+from megads_ucp.layout.boxes import Box, clip, clip_shard, joined
+from megads_ucp.layout.coverage import Defect, Side, first_defect
+from megads_ucp.layout.rule import Rule
+
+__all__ = ["Box", "Layout", "build_layout", "clip"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one parameter's shards make the exported full tensor. Made by :func:`build_layout`.
+
+    name          the parameter's name.
+    rule          the claim it was made from.
+    tp_degree     number of tensor-parallel ranks.
+    shape         the exported full tensor, vocabulary padding already cut.
+    shard_shapes  per TP rank, as the model holds it (padding included).
+    affine        pieces that cover exactly ``shape``. Where a vocabulary was cut, the elements of a shard that no piece
+                  covers are padding (so ``affine.rebuild``, which demands that all are covered, does not apply there).
+    """
+
+    name: str
+    rule: Rule
+    tp_degree: int
+    shape: Shape
+    shard_shapes: tuple[Shape, ...]
+    affine: ParamAffineMap = field(compare=False, repr=False)  # follows from the other fields
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the exported full tensor."""
+        return prod(self.shape)
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether every TP rank holds all of it: copies that should agree, and that are worth comparing."""
+        if self.rule.kind == "affine":
+            everyone = tuple(range(self.tp_degree))
+            return all(box.holders == everyone for boxes in self._boxes for box in boxes)
+        return self.rule.kind == "replicated"
+
+    @property
+    def averaged(self) -> bool:
+        """Whether every TP rank holds a whole tensor of its own, of which the full one is the mean."""
+        return self.rule.kind == "averaged"
+
+    @cached_property
+    def _boxes(self) -> tuple[tuple[Box, ...], ...]:
+        return tuple(joined(map(_box, self._pieces(rank))) for rank in range(self.tp_degree))
+
+    def _pieces(self, tp_rank: int) -> list[AffinePiece]:
+        return [piece for piece in self.affine.pieces_by_rank.get(tp_rank, ()) if piece.numel]
+
+    def runs(self, tp_rank: int, start: int, length: int) -> tuple[Box, ...]:
+        """Elements ``[start, start + length)`` of that rank's flattened shard as strided boxes.
+
+        At most ``2 * ndim - 1`` boxes per piece of the map, usually one to three in all. Vocabulary padding is in none.
+        Raises LayoutError for a range outside the shard.
+        """
+        if not 0 <= tp_rank < self.tp_degree:
+            raise LayoutError(f"{self.name}: there is no TP rank {tp_rank}; the TP degree is {self.tp_degree}.")
+        stop = start + length
+        if not 0 <= start <= stop <= prod(self.shard_shapes[tp_rank]):
+            raise LayoutError(
+                f"{self.name}: elements [{start}, {stop}) are not in the shard of TP rank {tp_rank}, "
+                f"whose shape is {self.shard_shapes[tp_rank]}."
+            )
+        return tuple(part for box in self._boxes[tp_rank] for part in clip_shard(box, start, stop))
+
+    def metadata(self) -> dict[str, Any]:
+        """The keys that accompany "param" in the .pt files.
+
+        As written by the stock converter (``merge_tp_slices`` in deepspeed/checkpoint/ds_to_universal.py): the stock
+        loader cuts the tensor again by them.
+        """
+        keys: dict[str, Any] = {}
+        rule = self.rule
+        if rule.kind == "split":
+            if rule.style == "sub_param_shape":
+                shape = rule.sub_param_shape
+                if shape is None:
+                    shape = tuple(rule.sub_sizes if dim == rule.dim else size for dim, size in enumerate(self.shape))
+                keys[SUB_PARAM_SHAPE] = SubparamShape(list(rule.sub_param_patterns), shape, rule.dim)
+            else:
+                keys[CAT_DIM] = rule.dim
+            if rule.style == "n_sub_params":
+                keys[PARAM_N_SUB_PARAMS] = len(rule.sub_sizes) if rule.sub_sizes else 2
+        if rule.vocabulary_size is not None:
+            keys[VOCAB_TENSOR] = True
+        return keys
+
+    def check_coverage(self) -> None:
+        """Check box by box that shards and full tensor account for each other exactly.
+
+        Every element of the full tensor is held by exactly the TP ranks its piece names, and every element of a shard
+        is in exactly one piece (or, after a vocabulary cut, is padding). Raises LayoutError, naming the first that is
+        not.
+        """
+        for tp_rank, shape in enumerate(self.shard_shapes):
+            sides = [Side(piece.shape, piece.dest_offset, piece.dest_strides) for piece in self._pieces(tp_rank)]
+            padded = self.rule.vocabulary_size is not None
+            defect = first_defect(sides, prod(shape), holes_allowed=padded)
+            if defect is not None:
+                raise self._not_covered(defect, shape, f"the shard of TP rank {tp_rank}")
+        for sides, whose in self._tilings():
+            defect = first_defect(sides, self.numel)
+            if defect is not None:
+                raise self._not_covered(defect, self.shape, f"the full tensor, as held by {whose}")
+
+    def _tilings(self) -> list[tuple[list[Side], str]]:
+        """Sets of pieces that must each tile the full tensor.
+
+        Where ranks share elements one of them stands for all, and each other one that describes its copy differently
+        must fill the same place.
+        """
+        shares: dict[frozenset[int], dict[int, set[Side]]] = {}
+        for rank in range(self.tp_degree):
+            for piece in self._pieces(rank):
+                if rank not in piece.locations or max(piece.locations) >= self.tp_degree:
+                    raise LayoutError(
+                        f"{self.name}: the layout from {self.rule.source} gives TP rank {rank} of {self.tp_degree} "
+                        f"a piece (shape {piece.shape}, full offset {piece.source_offset}) that it says TP ranks "
+                        f"{sorted(piece.locations)} hold. Correct that source, or use another one."
+                    )
+                sides = shares.setdefault(piece.locations, {}).setdefault(rank, set())
+                side = Side(piece.shape, piece.source_offset, piece.source_strides)
+                if side in sides:
+                    raise self._not_covered(Defect("overlap", side.offset), self.shape, f"TP rank {rank}")
+                sides.add(side)
+        first = {holders: by_rank.get(min(holders), set()) for holders, by_rank in shares.items()}
+        tilings = [([side for sides in first.values() for side in sides], "all TP ranks")]
+        for holders, by_rank in shares.items():
+            for rank in holders:
+                copy = by_rank.get(rank, set())
+                if copy != first[holders]:
+                    others = [side for key, sides in first.items() if key != holders for side in sides]
+                    tilings.append(([*others, *copy], f"TP rank {rank} and those it shares nothing with"))
+        return tilings
+
+    def _not_covered(self, defect: Defect, shape: Shape, where: str) -> LayoutError:
+        what = {
+            "outside": "a piece reaches beyond it, to",
+            "overlap": "two pieces hold",
+            "hole": "no piece holds",
+        }[defect.kind]
+        index = f" (index {_index(defect.address, shape)})" if defect.kind != "outside" else ""
+        return LayoutError(
+            f"{self.name}: the layout from {self.rule.source} does not fit {where} (shape {shape}): "
+            f"{what} element {defect.address}{index}. Correct that source, or describe the parameter with another one."
+        )
+
+
+def build_layout(name: str, rule: Rule, shard_shapes: Sequence[Sequence[int]]) -> Layout:
+    """The Layout of parameter ``name`` from what a source says and from the shards the TP ranks hold, in rank order.
+
+    Raises LayoutError, with both sides in the message, where the two contradict each other.
+    """
+    shards = tuple(tuple(int(size) for size in shape) for shape in shard_shapes)
+    if not shards:
+        raise LayoutError(f"{name}: no shard shapes were given, so its layout cannot be known.")
+    if rule.kind == "affine":
+        affine = _described_map(name, rule, shards)
+    elif rule.kind == "split":
+        affine = _split_map(name, rule, shards)
+    else:
+        if any(shape != shards[0] for shape in shards):
+            raise _mismatch(name, rule, "every TP rank holds the whole tensor", shards)
+        affine = replicated_map(shards[0], len(shards))
+    if rule.vocabulary_size is not None:
+        affine = _cut_vocabulary(name, rule, affine, shards)
+    layout = Layout(name, rule, len(shards), affine.logical_shape, shards, affine)
+    if rule.kind == "affine":
+        # The other maps were built here, from widths that were checked; this one is somebody's word.
+        layout.check_coverage()
+    return layout
+
+
+def _split_map(name: str, rule: Rule, shards: tuple[Shape, ...]) -> ParamAffineMap:
+    dim = rule.dim
+    assert dim is not None  # Rule.__post_init__
+    if any(dim >= len(shape) for shape in shards):
+        raise _mismatch(name, rule, f"it is split along dimension {dim}", shards)
+    if len({(shape[:dim], shape[dim + 1 :]) for shape in shards}) > 1:
+        raise _mismatch(name, rule, f"it is split along dimension {dim}, so all others must agree", shards)
+    held = tuple(shape[dim] for shape in shards)
+    full = (*shards[0][:dim], sum(held), *shards[0][dim + 1 :])
+    if rule.style == "n_sub_params":
+        sub_sizes, widths = _equal_parts(name, rule, held, shards)
+    elif rule.sub_sizes is None:
+        return contiguous_split_map(full, held, dim)
+    else:
+        sub_sizes, widths = rule.sub_sizes, rule.shard_widths or _even_widths(name, rule, shards)
+    if sum(sub_sizes) != sum(held) or tuple(map(sum, zip(*widths, strict=True))) != held:
+        claim = f"dimension {dim} is made of sub-parameters {sub_sizes}, of which the TP ranks hold widths {widths}"
+        raise _mismatch(name, rule, claim, shards)
+    return sub_param_map(full, sub_sizes, widths, dim)
+
+
+def _even_widths(name: str, rule: Rule, shards: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    assert rule.sub_sizes is not None
+    degree = len(shards)
+    if any(size % degree for size in rule.sub_sizes):
+        claim = f"sub-parameters {rule.sub_sizes}, given without shard widths, divide evenly by {degree} TP ranks"
+        raise _mismatch(name, rule, claim, shards)
+    return tuple((size // degree,) * degree for size in rule.sub_sizes)
+
+
+def _equal_parts(
+    name: str, rule: Rule, held: Shape, shards: tuple[Shape, ...]
+) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
+    """Sub-parameters of equal size, of which every rank holds equal parts: all that param_n_sub_params can express."""
+    count = len(rule.sub_sizes) if rule.sub_sizes else 2
+    sub_sizes = (sum(held) // count,) * count
+    widths = (tuple(size // count for size in held),) * count
+    if (
+        any(size % count for size in held)
+        or (rule.sub_sizes or sub_sizes) != sub_sizes
+        or (rule.shard_widths or widths) != widths
+    ):
+        claim = f"each shard is {count} equal parts (sub_sizes {rule.sub_sizes}, shard_widths {rule.shard_widths})"
+        raise _mismatch(name, rule, claim, shards)
+    return sub_sizes, widths
+
+
+def _described_map(name: str, rule: Rule, shards: tuple[Shape, ...]) -> ParamAffineMap:
+    try:
+        affine = ParamAffineMap.from_dict(rule.affine)
+    except (KeyError, TypeError, ValueError) as error:
+        raise LayoutError(f"{name}: {rule.source} gives an affine map that cannot be read: {error!r}.") from error
+    described = affine.shard_shapes
+    # A rank with nothing may hold it in any shape: torch.empty(0) as well as (0, hidden).
+    if sorted(described) != list(range(len(shards))) or not all(
+        described[rank] == held or prod(described[rank]) == prod(held) == 0 for rank, held in enumerate(shards)
+    ):
+        raise _mismatch(name, rule, f"the shard shapes by TP rank are {described}", shards)
+    for piece in (piece for pieces in affine.pieces_by_rank.values() for piece in pieces if piece.numel):
+        # torch.as_strided takes neither negative strides nor, as a copy's target, one that stands still.
+        moving = [axis for axis, size in enumerate(piece.shape) if size > 1]
+        if any(min(piece.source_strides[axis], piece.dest_strides[axis]) < 1 for axis in moving):
+            raise LayoutError(f"{name}: {rule.source} gives an affine map with a stride below 1: {piece!r}.")
+    return affine
+
+
+def _cut_vocabulary(name: str, rule: Rule, affine: ParamAffineMap, shards: tuple[Shape, ...]) -> ParamAffineMap:
+    """The map without the full tensor's padding rows; dim 0 is outermost, so these are a range of flat offsets."""
+    rows = rule.vocabulary_size
+    padded = affine.logical_shape
+    assert rows is not None
+    if not padded or padded[0] < rows:
+        raise _mismatch(name, rule, f"its vocabulary has {rows} rows and the full tensor has shape {padded}", shards)
+    shape = (rows, *padded[1:])
+    pieces = {
+        rank: [_piece(part) for piece in pieces if piece.numel for part in clip(_box(piece), 0, prod(shape))]
+        for rank, pieces in affine.pieces_by_rank.items()
+    }
+    return ParamAffineMap(shape, affine.shard_shapes, pieces)
+
+
+def _box(piece: AffinePiece) -> Box:
+    return Box(
+        piece.shape,
+        piece.source_offset,
+        piece.source_strides,
+        piece.dest_offset,
+        piece.dest_strides,
+        piece.scale,
+        tuple(sorted(piece.locations)),
+    )
+
+
+def _piece(box: Box) -> AffinePiece:
+    return AffinePiece(
+        box.shape, box.full_offset, box.full_strides, box.shard_offset, box.shard_strides, box.holders, box.scale
+    )
+
+
+def _mismatch(name: str, rule: Rule, claim: str, shards: tuple[Shape, ...]) -> LayoutError:
+    return LayoutError(
+        f"{name}: {rule.source} says that {claim}, but the TP ranks hold shards of shapes {list(shards)}. "
+        "Correct that source, or describe the parameter with another one."
+    )
+
+
+def _index(address: int, shape: Shape) -> Shape:
+    index = []
+    for size in reversed(shape):
+        address, position = divmod(address, size)
+        index.append(position)
+    return tuple(reversed(index))
