@@ -119,6 +119,7 @@ def run_ranks(
 
     Raises RankError if a rank raises, dies, or does not return within `timeout` seconds; all ranks are then killed.
     """
+    __tracebackhide__ = True  # pytest then shows the test's line and the rank's traceback, not the harness
     _import_stack()
     _warn_of_threads()
     expected = dict(expect_death or {})
@@ -253,6 +254,7 @@ def _failure(rank: _Rank, expected: Mapping[int, int]) -> str | None:
 
 def _check(ranks: Sequence[_Rank], timeout: float, expected: Mapping[int, int]) -> None:
     """Raises RankError unless every rank did what is expected of it."""
+    __tracebackhide__ = True
     failures = {rank: text for rank in ranks if (text := _failure(rank, expected))}
     late = [rank for rank in ranks if rank.outcome is None]
     if not failures and not late:
@@ -311,7 +313,8 @@ def _rank_main(job: _Job, pipe: connection.Connection, fn: Callable[..., Any], a
 
 
 def _pickled_failure(error: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(error))
+    below = error.__traceback__ and error.__traceback__.tb_next  # without the frame of _rank_main
+    text = "".join(traceback.format_exception(type(error), error, below))
     try:
         report = pickle.dumps(Raised(text, error))
         pickle.loads(report)  # some exceptions can be written but not read
