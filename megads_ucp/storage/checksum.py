@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CRC-32 by blocks, and how the checksum of a whole follows from those of its parts.
+
+A file may be written by several ranks that never see each other's bytes, but its zip directory wants one CRC-32 over
+all of them. CRC-32 is linear, so the parts' checksums are enough. The method is zlib's own ``crc32_combine_`` (crc32.c,
+1.2.12 and later), which Python's :mod:`zlib` does not expose: appending ``n`` bytes multiplies the checksum by
+``x**(8 n)`` modulo the CRC polynomial.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+
+BLOCK_BYTES = 4 << 20
+"""Bytes per checksummed block: small enough to verify a range at little cost, large enough for short lists."""
+
+_POLYNOMIAL = 0xEDB88320  # of CRC-32, reflected: bit 31 is the coefficient of x**0
+_ONE = 1 << 31
+
+
+def _multiply(a: int, b: int) -> int:
+    """Product of two polynomials over GF(2), modulo the CRC polynomial."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+def _squares() -> tuple[int, ...]:
+    """``x**(2**k)`` for k = 0 .. 31. The sequence repeats from there: the order of x is 2**32 - 1."""
+    powers = [_ONE >> 1]
+    while len(powers) < 32:
+        powers.append(_multiply(powers[-1], powers[-1]))
+    return tuple(powers)
+
+
+_X_TO_TWO_TO = _squares()
+
+
+def _shift(nbytes: int) -> int:
+    """``x**(8 * nbytes)``: what a checksum is multiplied by when ``nbytes`` more bytes follow."""
+    power, bit = _ONE, 3
+    while nbytes:
+        if nbytes & 1:
+            power = _multiply(_X_TO_TWO_TO[bit % 32], power)
+        nbytes >>= 1
+        bit += 1
+    return power
+
+
+def crc32_combine(crc_a: int, crc_b: int, len_b: int) -> int:
+    """CRC-32 of A + B, from the CRC-32 of A, that of B, and B's length in bytes."""
+    return _multiply(_shift(len_b), crc_a) ^ crc_b
+
+
+def blocks(data: memoryview) -> Iterator[memoryview]:
+    """``data`` cut into pieces of :data:`BLOCK_BYTES`, the last one shorter; nothing for no data."""
+    for start in range(0, len(data), BLOCK_BYTES):
+        yield data[start : start + BLOCK_BYTES]
+
+
+def block_sizes(nbytes: int) -> Iterator[int]:
+    """Sizes of the pieces that :func:`blocks` cuts ``nbytes`` bytes into."""
+    for start in range(0, nbytes, BLOCK_BYTES):
+        yield min(BLOCK_BYTES, nbytes - start)
+
+
+def crc32_of_blocks(block_crc32: Iterable[int], nbytes: int) -> int:
+    """CRC-32 of ``nbytes`` contiguous bytes, from the CRC-32 of each of their blocks."""
+    whole_block = _shift(BLOCK_BYTES)  # computed once: nearly all blocks have this length
+    crc = 0
+    for block, size in zip(block_crc32, block_sizes(nbytes), strict=True):
+        crc = _multiply(whole_block if size == BLOCK_BYTES else _shift(size), crc) ^ block
+    return crc
+
+
+def crc32_by_block(data: memoryview) -> tuple[int, ...]:
+    """CRC-32 of each block of ``data``."""
+    return tuple(zlib.crc32(block) for block in blocks(data))
