@@ -2,8 +2,8 @@
 """Small models, DeepSpeed engines of every kind under test, and training that does not depend on the topology.
 
 To be used on a rank (inside run_ranks). Weights are drawn parameter by parameter from generators seeded with the
-parameter's name and then cut, batches are global and then cut, losses are averaged over the global batch: so two runs at
-different TP and DP start equal and, in exact arithmetic, stay equal.
+parameter's name and then cut, batches are global and then cut, losses are averaged over the global batch: so two runs
+at different TP and DP start equal and, in exact arithmetic, stay equal.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import deepspeed
@@ -157,12 +158,12 @@ class MLP(nn.Module):
 
     def __init__(self, sizes: Sequence[int] = (7, 13, 11, 5), scalars: Sequence[int] = ()) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
         self.scalars = nn.ParameterList(nn.Parameter(torch.empty(numel)) for numel in scalars)
         draw_weights(self)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = inputs.to(self.layers[0].weight.dtype)
+        hidden = inputs.to(next(self.parameters()).dtype)
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden))
         for scalar in self.scalars:

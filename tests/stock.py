@@ -84,19 +84,19 @@ def universal_differences(ours: Path, stock: Path, ignore: Collection[str] = ())
     yield from (f"{name}: missing" for name in sorted(right - left))
     yield from (f"{name}: not expected" for name in sorted(left - right))
     for name in sorted(left & right):
-        contents = [torch.load(root / name, map_location="cpu", weights_only=False) for root in (ours, stock)]
+        mine, theirs = (torch.load(root / name, map_location="cpu", weights_only=False) for root in (ours, stock))
         if name.startswith("mp_rank_"):
-            for state in contents:
-                state.pop("module", None)
-        yield from differences(*contents, where=name)
+            mine.pop("module", None)
+            theirs.pop("module", None)
+        yield from differences(mine, theirs, name)
 
 
 def differences(left: Any, right: Any, where: str) -> Iterator[str]:
     """How two values loaded from checkpoints differ, part by part, with the path to each part."""
-    if type(left) is not type(right):
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):  # a Parameter equals its tensor
+        yield from _tensor_differences(left.detach(), right.detach(), where)
+    elif type(left) is not type(right):
         yield f"{where}: {type(left).__name__} instead of {type(right).__name__}"
-    elif isinstance(left, torch.Tensor):
-        yield from _tensor_differences(left, right, where)
     elif isinstance(left, dict):
         for key in left.keys() - right.keys():
             yield f"{where}[{key!r}]: not expected"
@@ -113,7 +113,7 @@ def differences(left: Any, right: Any, where: str) -> Iterator[str]:
         for field in fields(left):
             path = f"{where}.{field.name}"
             yield from differences(getattr(left, field.name), getattr(right, field.name), path)
-    elif type(left).__eq__ is object.__eq__ and hasattr(left, "__dict__"):  # loss scalers, for one
+    elif "__eq__" not in vars(type(left)) and hasattr(left, "__dict__"):  # loss scalers, for one
         yield from differences(vars(left), vars(right), where)
     elif left != right:
         yield f"{where}: {left!r} instead of {right!r}"

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything runs in .venv, which any target creates on first use.
+
+PYTHON ?= python3
+DTYPE ?= bf16
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help venv demo test test-fast lint format bench clean
+
+help:
+	@echo "make demo [DTYPE=fp32]  train, export, reshape, resume: the proof, in a table and a plot"
+	@echo "make test               the whole suite"
+	@echo "make test-fast          the suite without slow tests (under 2 minutes)"
+	@echo "make lint               ruff and mypy"
+	@echo "make format             let ruff rewrite what it can"
+	@echo "make bench              export time against a raw write of the same bytes"
+	@echo "make venv               only create .venv and install"
+
+venv: $(INSTALLED)
+
+# torch first: the other packages then take whatever build of it (CPU, CUDA) this machine's pip prefers.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: venv
+	$(BIN)/python examples/demo.py --dtype $(DTYPE)
+
+test: venv
+	$(BIN)/python -m pytest
+
+test-fast: venv
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv
+	$(BIN)/python benchmarks/export.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_out
