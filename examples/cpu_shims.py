@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What megatron-core and DeepSpeed need in order to train on a machine without an accelerator.
+
+Nothing here is part of a training script's logic: `pretrain_gpt.py` calls `install_without_accelerator()` once, and on
+a GPU machine that call does nothing. megatron-core asks `torch.cuda` for the current device and for the state of its
+random generator wherever it allocates or draws; on CPU both questions have perfectly good answers, given below.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from megatron.core.tensor_parallel import random as megatron_random
+
+
+def install_without_accelerator() -> None:
+    """Answer megatron-core's CUDA questions from the CPU if DeepSpeed found no accelerator, or was told to see none.
+
+    Call before `deepspeed.init_distributed()` and before megatron-core builds or seeds anything.
+    """
+    if get_accelerator().device_name() != "cpu":
+        return
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    _answer_random_state_from_the_cpu()
+    _skip_compiling_shared_memory_collectives()
+
+
+def _answer_random_state_from_the_cpu() -> None:
+    """megatron-core's own RNG tracker then works unchanged: seeds per TP rank, forks around dropout."""
+
+    def get_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+        torch.set_rng_state(state)
+
+    torch.cuda.get_rng_state = get_state  # type: ignore[assignment]
+    torch.cuda.manual_seed = torch.manual_seed
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+
+
+def _skip_compiling_shared_memory_collectives() -> None:
+    """Gloo alone is enough here, and needs no C++ compiler.
+
+    `deepspeed.comm.torch` is reached through `sys.modules`: as an attribute, that name is the real torch.
+    """
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
