@@ -52,6 +52,9 @@ def _shift(nbytes: int) -> int:
     return power
 
 
+_WHOLE_BLOCK = _shift(BLOCK_BYTES)
+
+
 def crc32_combine(crc_a: int, crc_b: int, len_b: int) -> int:
     """CRC-32 of A + B, from the CRC-32 of A, that of B, and B's length in bytes."""
     return _multiply(_shift(len_b), crc_a) ^ crc_b
@@ -71,13 +74,9 @@ def block_sizes(nbytes: int) -> Iterator[int]:
 
 def crc32_of_blocks(block_crc32: Iterable[int], nbytes: int) -> int:
     """CRC-32 of ``nbytes`` contiguous bytes, from the CRC-32 of each of their blocks."""
-    whole_block = _shift(BLOCK_BYTES)  # computed once: nearly all blocks have this length
     crc = 0
     for block, size in zip(block_crc32, block_sizes(nbytes), strict=True):
-        crc = _multiply(whole_block if size == BLOCK_BYTES else _shift(size), crc) ^ block
+        if crc:  # nothing precedes the first block, and a product costs microseconds
+            crc = _multiply(_WHOLE_BLOCK if size == BLOCK_BYTES else _shift(size), crc)
+        crc ^= block
     return crc
-
-
-def crc32_by_block(data: memoryview) -> tuple[int, ...]:
-    """CRC-32 of each block of ``data``."""
-    return tuple(zlib.crc32(block) for block in blocks(data))

@@ -9,9 +9,10 @@ tensor can be streamed into its file, or written by several ranks, and the resul
 
 from __future__ import annotations
 
+import mmap
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ _DESCRIPTOR = b"PK\x07\x08"  # zip data descriptor: signature, CRC-32, sizes
 _DIRECTORY_ENTRY = b"PK\x01\x02"
 _DIRECTORY_ENTRY_CRC = 16  # offset of the CRC-32 in a directory entry
 _DIRECTORY_ENTRY_NAME = 46
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in Python's mmap since 3.13; asm-generic/mman.h
 
 
 @dataclass(frozen=True)
@@ -110,15 +112,19 @@ def frame(shape: tuple[int, ...], dtype: torch.dtype, metadata: Mapping[str, Any
     return Frame(tuple(shape), dtype, prefix, suffix, payload_bytes, _crc_positions(suffix))
 
 
-def _untouched_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor whose memory nobody touches: it occupies addresses, not pages.
+def _untouched_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor that occupies addresses but no memory, however large, as long as nobody touches its elements.
 
-    Not ``torch.empty``: that fills the memory under ``torch.use_deterministic_algorithms``.
+    Not ``torch.empty``: that fills the memory under ``torch.use_deterministic_algorithms``, and refuses a tensor larger
+    than the machine's memory, of which this rank may well write one extent.
     """
-    like = torch.empty(0, dtype=dtype, device="cpu")
-    meta = torch.empty(shape, dtype=dtype, device="meta")
-    storage = torch.UntypedStorage(meta.numel() * meta.element_size(), device="cpu")  # type: ignore[no-untyped-call]
-    return like.set_(storage, 0, meta.shape, meta.stride())
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    sizes = torch.empty(shape, dtype=dtype, device="meta")
+    if not sizes.numel():
+        return tensor.view(shape)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    reserved = torch.frombuffer(mmap.mmap(-1, sizes.nbytes, flags), dtype=torch.uint8)
+    return tensor.set_(reserved.untyped_storage(), 0, sizes.shape, sizes.stride())
 
 
 def _crc_positions(suffix: bytes) -> tuple[int, int]:

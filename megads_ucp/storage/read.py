@@ -139,6 +139,16 @@ def open_tensor(path: Path) -> TensorFile:
     return TensorFile(Path(path), tuple(tensor.shape), tensor.dtype, offset, metadata, tuple(tensor.stride()))
 
 
+def state_names(folder: Path) -> list[str]:
+    """Names of the states whose files a parameter's directory holds, sorted: "exp_avg" for exp_avg.pt.
+
+    Raises:
+        StorageError: the directory is missing.
+    """
+    with storage_errors("list", folder):
+        return sorted(path.stem for path in folder.iterdir() if path.suffix == ".pt")
+
+
 def read_object(path: Path, *, weights_only: bool = True) -> Any:
     """``torch.load`` onto the CPU of a small pickled file. ``weights_only=False`` runs what the file says: only for the
     user's own checkpoints, whose client state may hold any object.
