@@ -24,8 +24,8 @@ venv: $(INSTALLED)
 # torch first: the other packages then take whatever build of it (CPU, CUDA) this machine's pip prefers.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt torch
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: venv
