@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command-line flags, usable with any argparse parser and as Megatron's ``extra_args_provider``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+from megads_ucp.config import ExportConfig
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the argument group to ``parser`` and return the parser."""
+    default = ExportConfig()
+    group = parser.add_argument_group("universal checkpoint export (megads_ucp)")
+    group.add_argument(
+        "--universal-checkpoint-export",
+        action="store_true",
+        help="write a universal checkpoint <tag>_universal beside every regular checkpoint",
+    )
+    group.add_argument(
+        "--universal-checkpoint-export-strict",
+        action="store_true",
+        help="raise on every rank when an export fails; by default the failure is reported and training goes on",
+    )
+    group.add_argument(
+        "--universal-checkpoint-export-bucket-mb",
+        type=int,
+        default=default.bucket_mb,
+        metavar="MIB",
+        help="bytes in flight per rank and direction while fragments travel to their writers (default: %(default)s)",
+    )
+    group.add_argument(
+        "--universal-checkpoint-export-timeout-minutes",
+        type=int,
+        default=default.timeout_minutes,
+        metavar="MINUTES",
+        help="how long a rank waits for its peers before the export is given up (default: %(default)s)",
+    )
+    return parser

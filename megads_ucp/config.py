@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can set about the export. An engine's own DeepSpeed config section decides; the flags are the default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+CONFIG_SECTION = "universal_checkpoint_export"
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """How an engine exports.
+
+    Attributes:
+        enabled: write ``<tag>_universal`` beside every regular checkpoint.
+        strict: a failed export raises on every rank; otherwise it is reported and training goes on.
+        bucket_mb: bytes in flight per rank and direction during the exchange, in MiB.
+        timeout_minutes: how long a rank waits for its peers before the export is given up.
+    """
+
+    enabled: bool = False
+    strict: bool = False
+    bucket_mb: int = 64
+    timeout_minutes: int = 30
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            wanted = bool if isinstance(field.default, bool) else int
+            if type(value) is not wanted:
+                raise ValueError(f"{CONFIG_SECTION}.{field.name} must be {wanted.__name__}, not {value!r}")
+        if self.bucket_mb < 1 or self.timeout_minutes < 1:
+            raise ValueError(f"{CONFIG_SECTION}: bucket_mb and timeout_minutes must be at least 1, not {self}")
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> ExportConfig:
+        """The configuration in parsed command-line arguments (any object; absent attributes keep their defaults)."""
+        names = {field.name: f"universal_checkpoint_export_{field.name}" for field in fields(cls)}
+        names["enabled"] = CONFIG_SECTION
+        return cls(**{field: getattr(args, name) for field, name in names.items() if hasattr(args, name)})
+
+    def for_engine(self, deepspeed_config: Mapping[str, Any]) -> ExportConfig:
+        """This default, overridden by the engine's own section: ``true``, ``false`` or ``{"enabled": ..., ...}``.
+
+        A section without "enabled" enables the export, as DeepSpeed's own sections of feature options do not; whoever
+        writes one wants it.
+
+        Raises:
+            ValueError: the section has unknown keys or values of a wrong type.
+        """
+        if CONFIG_SECTION not in deepspeed_config:
+            return self
+        section = deepspeed_config[CONFIG_SECTION]
+        if isinstance(section, bool):
+            return replace(self, enabled=section)
+        known = {field.name for field in fields(self)}
+        if not isinstance(section, Mapping) or not set(section) <= known:
+            raise ValueError(
+                f'"{CONFIG_SECTION}" in the DeepSpeed config must be true, false or a section of {sorted(known)}; '
+                f"got {section!r}"
+            )
+        return replace(self, **{"enabled": True, **section})

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only module that communicates: agreement between ranks, and the exchange of fragments.
+
+Everything goes over host memory on a gloo process group of our own, so that it can neither reorder nor block the
+collectives of training, and takes no accelerator memory.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megads_ucp.errors import UniversalCheckpointError
+from megads_ucp.layout.core import Box
+from megads_ucp.plan import Extent, Plan, Transfer
+
+_LONGEST_REASON = 2000
+
+
+class Disagreement(UniversalCheckpointError):
+    """A step failed on some rank; raised on all of them, naming every rank that failed and why."""
+
+
+class Channel:
+    """All ranks of the job, on a process group of our own. Making one is collective."""
+
+    def __init__(self, timeout_minutes: int) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+
+    def agree(self, failure: BaseException | None, doing: str) -> None:
+        """Return on every rank if no rank failed; otherwise raise the same error on every rank.
+
+        Raises:
+            Disagreement: names ``doing``, and each failed rank with its reason.
+        """
+        failed = torch.tensor([failure is not None], dtype=torch.int32)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
+        if not failed.item():
+            return
+        reasons: list[str | None] = [None] * self.world
+        dist.all_gather_object(reasons, reason_of(failure), group=self._group)
+        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+        raise Disagreement(f"{doing} failed. {told}") from failure
+
+    @contextmanager
+    def agreed(self, doing: str) -> Iterator[None]:
+        """Run the body on this rank, then leave only if every rank's body succeeded.
+
+        The body must not wait for other ranks: one that failed in its own body would not be there.
+
+        Raises:
+            Disagreement: as :meth:`agree`.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as raised:  # told to all ranks and raised there
+            failure = raised
+        self.agree(failure, doing)
+
+    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
+        """Everybody's values, by rank; all ranks give equally many, each within 63 bits."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        everybody = list(torch.empty(self.world, len(values), dtype=torch.int64))
+        dist.all_gather(everybody, mine, group=self._group)
+        return [theirs.tolist() for theirs in everybody]
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """``source``'s value, on every rank. Anything picklable."""
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=self._group)
+        return box[0]
+
+    def gather(self, value: Any, destination: int = 0) -> list[Any] | None:
+        """Everybody's values by rank on ``destination``, None elsewhere."""
+        values = [None] * self.world if self.rank == destination else None
+        dist.gather_object(value, values, dst=destination, group=self._group)
+        return values
+
+    def isend(self, tensor: torch.Tensor, peer: int) -> dist.Work:
+        return dist.isend(tensor, peer, group=self._group)
+
+    def irecv(self, tensor: torch.Tensor, peer: int) -> dist.Work:
+        return dist.irecv(tensor, peer, group=self._group)
+
+
+def reason_of(failure: BaseException | None) -> str | None:
+    """One line for another rank's log."""
+    if failure is None:
+        return None
+    text = str(failure) if isinstance(failure, UniversalCheckpointError) else f"{type(failure).__name__}: {failure}"
+    return text[:_LONGEST_REASON]
+
+
+@dataclass
+class _Round:
+    """What this rank has under way in one round."""
+
+    sends: list[dist.Work]
+    receives: dict[int, tuple[dist.Work, torch.Tensor]]
+
+
+class Exchange:
+    """Runs a plan's traffic for one rank.
+
+    Two rounds are under way at a time: while one's messages are laid down, the next one's travel. The planner was told
+    half of the bytes that may be in flight.
+
+    Args:
+        channel: the process group.
+        plan: equal on all ranks.
+        source: returns the 1-D CPU tensor of a holding of this rank in some state; element 0 is the fragment's first.
+        lay: takes a transfer and the values of each of its boxes, in the boxes' order.
+        arrived: called with an extent's index once all its transfers have been laid.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        plan: Plan,
+        source: Callable[[Transfer, Extent], torch.Tensor],
+        lay: Callable[[Transfer, list[torch.Tensor]], None],
+        arrived: Callable[[int], None],
+    ) -> None:
+        self._channel, self._plan = channel, plan
+        self._source, self._lay, self._arrived = source, lay, arrived
+        self._incoming = _by_round(plan.incoming(channel.rank))
+        self._outgoing = _by_round(plan.outgoing(channel.rank))
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        """Send, receive and lay down everything of this rank's.
+
+        A failure to read a source or to lay values down is kept until the end, so that peers get their messages all
+        the same and nobody hangs; then it is raised.
+
+        Raises:
+            RuntimeError: from gloo, when a peer has died or the timeout has passed.
+        """
+        missing: dict[int, int] = defaultdict(int)
+        for transfers in self._incoming.values():
+            for transfer in transfers:
+                missing[transfer.extent] += 1
+
+        buffers = [_Buffers(), _Buffers()]
+        current = self._post(0, buffers[0])
+        for turn in range(self._plan.rounds):
+            following = self._post(turn + 1, buffers[(turn + 1) % 2])
+            self._receive(turn, current, missing)
+            for send in current.sends:
+                send.wait()
+            current = following
+        if self._failure is not None:
+            raise self._failure
+
+    def _post(self, turn: int, buffers: _Buffers) -> _Round:
+        """Post all receives, then pack and post all sends of a round."""
+        expected: dict[int, int] = defaultdict(int)
+        for transfer in self._incoming.get(turn, ()):
+            if transfer.holding.rank != self._channel.rank:
+                expected[transfer.holding.rank] += self._plan.size(transfer)
+        inbox = buffers.inbox(sum(expected.values()))
+        receives = {}
+        for peer, nbytes in sorted(expected.items()):
+            message, inbox = inbox[:nbytes], inbox[nbytes:]
+            receives[peer] = (self._channel.irecv(message, peer), message)
+
+        messages: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in self._outgoing.get(turn, ()):
+            messages[self._plan.writer(transfer)].append(transfer)
+        outbox = buffers.outbox(sum(self._plan.size(t) for transfers in messages.values() for t in transfers))
+        sends = []
+        for peer, transfers in sorted(messages.items()):
+            nbytes = sum(self._plan.size(transfer) for transfer in transfers)
+            message, outbox = outbox[:nbytes], outbox[nbytes:]
+            self._pack(message, transfers)
+            sends.append(self._channel.isend(message, peer))
+        return _Round(sends, receives)
+
+    def _pack(self, message: torch.Tensor, transfers: list[Transfer]) -> None:
+        for transfer in transfers:
+            slot, message = message[: self._plan.size(transfer)], message[self._plan.size(transfer) :]
+            try:
+                for value, view in zip(self._unpack(slot, transfer), self._views(transfer), strict=True):
+                    value.copy_(view)
+            except Exception as failure:  # reported once the peers have been served
+                self._failure = self._failure or failure
+
+    def _receive(self, turn: int, under_way: _Round, missing: dict[int, int]) -> None:
+        """Lay down a round's transfers in the plan's order, waiting for each peer's message when it is first needed."""
+        unread: dict[int, torch.Tensor] = {}
+        for transfer in self._incoming.get(turn, ()):
+            peer = transfer.holding.rank
+            slot = None
+            if peer != self._channel.rank:
+                if peer not in unread:
+                    work, unread[peer] = under_way.receives[peer]
+                    work.wait()
+                size = self._plan.size(transfer)
+                slot, unread[peer] = unread[peer][:size], unread[peer][size:]
+            try:
+                self._lay(transfer, self._views(transfer) if slot is None else self._unpack(slot, transfer))
+                missing[transfer.extent] -= 1
+                if not missing[transfer.extent]:
+                    self._arrived(transfer.extent)
+            except Exception as failure:  # reported once the peers have been served
+                self._failure = self._failure or failure
+
+    def _views(self, transfer: Transfer) -> list[torch.Tensor]:
+        """The boxes of one of this rank's own holdings, as views."""
+        values = self._source(transfer, self._plan.extents[transfer.extent])
+        return [box.shard_view(values, transfer.holding.fragment.param_start) for box in transfer.boxes]
+
+    def _unpack(self, slot: torch.Tensor, transfer: Transfer) -> list[torch.Tensor]:
+        """The boxes of a transfer as views of their place in a message, each dense, one after the other."""
+        dtype = self._plan.extents[transfer.extent].state.live
+        flat = slot[: transfer.numel * dtype.itemsize].view(dtype)
+        return _split(flat, transfer.boxes)
+
+
+def _split(flat: torch.Tensor, boxes: tuple[Box, ...]) -> list[torch.Tensor]:
+    parts = flat.split([box.numel for box in boxes])
+    return [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
+
+
+def _by_round(transfers: list[Transfer]) -> dict[int, list[Transfer]]:
+    rounds: dict[int, list[Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        rounds[transfer.round].append(transfer)
+    return rounds
+
+
+class _Buffers:
+    """Memory for one round's messages, grown on demand and used again."""
+
+    def __init__(self) -> None:
+        self._in = torch.empty(0, dtype=torch.uint8)
+        self._out = torch.empty(0, dtype=torch.uint8)
+
+    def inbox(self, nbytes: int) -> torch.Tensor:
+        if self._in.numel() < nbytes:
+            self._in = torch.empty(nbytes, dtype=torch.uint8)
+        return self._in[:nbytes]
+
+    def outbox(self, nbytes: int) -> torch.Tensor:
+        if self._out.numel() < nbytes:
+            self._out = torch.empty(nbytes, dtype=torch.uint8)
+        return self._out[:nbytes]

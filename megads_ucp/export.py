@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One export, told once: refuse or survey, plan, stage, exchange and write, commit.
+
+Every step that can fail on one rank alone ends in an agreement of all ranks, so that all of them go on or all give up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+
+from megads_ucp import storage
+from megads_ucp.config import ExportConfig
+from megads_ucp.errors import UnsupportedError
+from megads_ucp.exchange import Exchange
+from megads_ucp.layout.info import info_of
+from megads_ucp.live import STEP, LiveState
+from megads_ucp.manifest import file_records, group_facts, manifest, split_crc32
+from megads_ucp.plan import Plan, make_plan
+from megads_ucp.survey import UNOWNED, Survey, Surveyor, describe
+from megads_ucp.writer import ExtentWriter, Snapshot
+
+logger = logging.getLogger("megads_ucp")
+
+LATEST = "latest_universal"
+_MIB = 1 << 20
+
+
+@dataclass
+class ExportReport:
+    """What one export did, as this rank saw it.
+
+    Attributes:
+        directory: the universal checkpoint.
+        nbytes: payload bytes of all tensors, over all ranks.
+        nbytes_moved: of these, bytes that one rank sent to another.
+        imbalance: payload bytes of the busiest writer over the mean.
+        seconds: by step of the flow.
+    """
+
+    directory: Path
+    nbytes: int = 0
+    nbytes_moved: int = 0
+    imbalance: float = 1.0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - started
+
+
+class Exporter:
+    """Exports one engine, again and again; keeps the plan and the memory from one export to the next.
+
+    Args:
+        live: the engine's state, None if it cannot be exported.
+        config: how.
+        surveyor: the engine's.
+        unsupported: why it cannot be exported, None if it can.
+    """
+
+    def __init__(
+        self, live: LiveState | None, config: ExportConfig, surveyor: Surveyor, unsupported: str | None
+    ) -> None:
+        self._live, self._config, self._surveyor, self._unsupported = live, config, surveyor, unsupported
+        self._survey: Survey | None = None
+        self._plan: Plan | None = None
+        self._writer = ExtentWriter()
+        self.last_report: ExportReport | None = None
+
+    def export(
+        self, save_dir: Any, tag: str, client_state: Mapping[str, Any], *, save_latest: bool, exclude_frozen: bool
+    ) -> ExportReport | None:
+        """Write ``<save_dir>/<tag>_universal`` from the live state. Collective.
+
+        Returns None after a failure, which has then been reported on every rank; training and the regular checkpoint
+        are untouched.
+
+        Raises:
+            UniversalCheckpointError: the export failed, and the configuration says ``strict``.
+        """
+        directory = Path(os.path.abspath(save_dir)) / f"{tag}_universal"
+        self.last_report = None
+        try:
+            self.last_report = self._export(directory, Path(save_dir), client_state, save_latest, exclude_frozen)
+        except Exception as failure:
+            if self._config.strict:
+                raise
+            logger.error("no universal checkpoint %s: %s. The regular checkpoint is untouched.", directory, failure)
+        return self.last_report
+
+    def _export(
+        self, directory: Path, save_dir: Path, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool
+    ) -> ExportReport:
+        channel, report = self._surveyor.channel, ExportReport(directory)
+
+        with channel.agreed("the universal export"):
+            if self._unsupported or self._live is None:
+                raise UnsupportedError(self._unsupported)
+        live = self._live
+        assert live is not None
+
+        with report.timed("plan"):
+            plan = self._current_plan(live, client_state)
+        report.nbytes, report.nbytes_moved = sum(plan.bytes_by_writer.values()), plan.bytes_moved
+        report.imbalance = plan.imbalance(channel.world)
+
+        with report.timed("stage"):
+            staging = self._stage(directory)
+        try:
+            with report.timed("exchange and write"):
+                records = self._write_tensors(live, plan, staging)
+            with report.timed("small files"), channel.agreed("writing the small files"):
+                records += self._write_objects(live, plan, staging, client_state, exclude_frozen)
+            with report.timed("commit"):
+                self._commit(live, plan, staging, records, save_dir / LATEST if save_latest else None)
+        except BaseException:
+            if channel.rank == 0:
+                staging.discard()
+            raise
+        if channel.rank == 0:
+            logger.info(
+                "universal checkpoint %s: %.2f GB in %.1f s (%s)",
+                directory,
+                report.nbytes / 1e9,
+                sum(report.seconds.values()),
+                ", ".join(f"{step} {seconds:.1f}" for step, seconds in report.seconds.items()),
+            )
+        return report
+
+    def _current_plan(self, live: LiveState, client_state: Mapping[str, Any]) -> Plan:
+        """The plan of the last export, or a new one if anything that it depends on has changed on any rank."""
+        channel = self._surveyor.channel
+        info = client_state.get(UNIVERSAL_CHECKPOINT_INFO, getattr(live.module, UNIVERSAL_CHECKPOINT_INFO, None))
+        with channel.agreed("describing the model"):
+            description = describe(live, info)
+        survey = self._surveyor.survey(description, first_of_replicas=live.groups[0].shard_rank == 0)
+        if self._plan is None or survey is not self._survey:
+            if channel.rank == 0:
+                for warning in survey.warnings:
+                    logger.warning("%s", warning)
+            # Two rounds are in flight at a time.
+            self._plan = make_plan(survey.subjects(), channel.world, self._config.bucket_mb * _MIB // 2)
+            self._survey = survey
+        return self._plan
+
+    def _stage(self, directory: Path) -> storage.Staging:
+        channel = self._surveyor.channel
+        run_id = channel.broadcast(uuid.uuid4().hex, 0)
+        with channel.agreed(f"preparing {directory}"):
+            if channel.rank == 0:
+                storage.Staging.create(directory, run_id)
+        with channel.agreed(f"preparing {directory}"):
+            staging = storage.Staging.open(directory, run_id)
+        return staging
+
+    def _write_tensors(self, live: LiveState, plan: Plan, staging: storage.Staging) -> list[storage.ExtentRecord]:
+        """Move fragments to their writers and write each extent as soon as it is complete."""
+        channel = self._surveyor.channel
+        with channel.agreed("preparing the exchange"):
+            snapshot = Snapshot(live)
+            sink = self._writer.prepare(plan, channel.rank, staging)
+        with channel.agreed("writing"):
+            try:
+                Exchange(channel, plan, snapshot.holding, sink.lay, sink.arrived).run()
+                return sink.finish()
+            finally:
+                sink.abandon()
+        raise AssertionError("unreachable")
+
+    def _write_objects(
+        self, live: LiveState, plan: Plan, staging: storage.Staging, client_state: Mapping[str, Any], exclude_frozen: bool
+    ) -> list[storage.ExtentRecord]:
+        """The small pickled files: step.pt of this rank's parameters, and what the first of the replicas writes."""
+        channel = self._surveyor.channel
+        objects: dict[str, Any] = {}
+        for subject in plan.subjects:
+            first = min(subject.holdings, key=lambda h: (h.tp_rank, h.fragment.param_start), default=None)
+            if first is None or first.rank != channel.rank or first.group == UNOWNED:
+                continue
+            step = live.groups[first.group].state().get(STEP)
+            if step is not None:
+                objects[f"zero/{subject.name}/step.pt"] = step
+        place = live.coordinates
+        if live.groups[0].shard_rank == 0:
+            objects[f"mp_rank_{place.mp_rank:02d}_model_states.pt"] = self._model_state(live, client_state, exclude_frozen)
+            if (place.stage, place.tp_rank) == (0, 0):
+                objects["zero/optimizer_state.pt"] = live.common_optimizer_state()
+        return [
+            storage.write_object(staging.path(name), value, root=staging.directory) for name, value in objects.items()
+        ]
+
+    def _model_state(self, live: LiveState, client_state: Mapping[str, Any], exclude_frozen: bool) -> dict[str, Any]:
+        """The mp_rank file, with a universal_checkpoint_info even if the client gave none: stock tools ask for one."""
+        assert self._survey is not None
+        state = live.model_state(client_state, exclude_frozen)
+        if state.get(UNIVERSAL_CHECKPOINT_INFO) is None:
+            state[UNIVERSAL_CHECKPOINT_INFO] = info_of(self._survey.layouts[live.coordinates.stage].values())
+        return state
+
+    def _commit(
+        self,
+        live: LiveState,
+        plan: Plan,
+        staging: storage.Staging,
+        records: list[storage.ExtentRecord],
+        latest: Path | None,
+    ) -> None:
+        """Complete the files that several ranks wrote, write the manifest, and give the directory its name."""
+        channel = self._surveyor.channel
+        speaks = live.groups[0].shard_rank == 0 and live.coordinates.tp_rank == 0
+        told = channel.gather((records, group_facts(live) if speaks else []))
+        everything = [record for theirs, _ in told or [] for record in theirs]
+        split: dict[str, int] = {}
+        with channel.agreed("completing the files"):
+            if told is not None:
+                split = split_crc32(plan, everything)
+        split = channel.broadcast(split, 0)
+        with channel.agreed("completing the files"):
+            for name, frame in self._writer.split_frames(plan):
+                storage.write_frame(staging.path(name), frame, split[name])
+        with channel.agreed(f"committing {staging.target}"):
+            if told is not None:
+                groups = [group for _, theirs in told for group in theirs]
+                content = manifest(live, plan, file_records(plan, everything), groups, staging.run_id)
+                storage.write_manifest(staging.directory, content)
+                staging.commit(latest)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts told in DeepSpeed's own words: the ``universal_checkpoint_info`` of format 0.4."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
+from deepspeed.checkpoint.constants import (
+    AFFINE_MAP,
+    AFFINE_MAP_PARAMS,
+    AFFINE_MAP_VERSION,
+    ORIGINAL_VOCAB_SIZE,
+    PARAMETER_TO_AVERAGE_PATTERNS,
+    PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
+    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+    VOCABULARY_PARAMETER_PATTERNS,
+)
+
+from megads_ucp.layout.core import Layout
+
+
+def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
+    """The information a client would have had to give for these layouts, with patterns that match one name each.
+
+    What the name patterns cannot express goes into the affine map.
+    """
+    info: dict[str, Any] = {
+        UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        TP_REPLICATED_PARAMETER_PATTERNS: [],
+        PARAMETER_TO_AVERAGE_PATTERNS: [],
+        PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: [],
+        PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: [],
+        VOCABULARY_PARAMETER_PATTERNS: [],
+    }
+    maps: dict[str, Any] = {}
+    for layout in layouts:
+        pattern, rule = f"^{re.escape(layout.name)}$", layout.rule
+        if rule.kind == "replicated":
+            info[TP_REPLICATED_PARAMETER_PATTERNS].append(pattern)
+        elif rule.kind == "averaged":
+            info[PARAMETER_TO_AVERAGE_PATTERNS].append(pattern)
+        elif rule.kind == "split" and rule.style == "plain" and rule.sub_sizes is None and rule.dim in (0, 1):
+            if rule.dim == 1:
+                info[PARAMETER_WITH_ROW_PARALLELISM_PATTERNS].append(pattern)
+        elif rule.kind == "split" and rule.style == "n_sub_params" and rule.dim == 0 and len(rule.sub_sizes or "ab") == 2:
+            info[PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0].append(pattern)
+        else:
+            maps[pattern] = layout.affine.to_dict()
+        if rule.vocabulary_size is not None:
+            info[VOCABULARY_PARAMETER_PATTERNS].append(pattern)
+            info[ORIGINAL_VOCAB_SIZE] = rule.vocabulary_size
+    if maps:
+        info[AFFINE_MAP] = {AFFINE_MAP_VERSION: AFFINE_MAP_FORMAT_VERSION, AFFINE_MAP_PARAMS: maps}
+    return info

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What export and restore see of a running engine: plain data and a few callables, nothing of DeepSpeed.
+
+hooks.py fills these in; every DeepSpeed attribute is named there and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megads_ucp.partition import FlatGroup, Fragment, Partition
+
+MASTER = "fp32"
+"""State name of the master weights, and so of their file (deepspeed.checkpoint.constants.FP32_WEIGHT_KEY)."""
+
+STEP = "step"
+"""The one state that is a scalar per parameter, written bare to step.pt."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where this rank stands: pipeline stage, tensor-parallel rank, and the index of its mp_rank file."""
+
+    stage: int
+    stages: int
+    tp_rank: int
+    tp_degree: int
+    mp_rank: int
+
+
+@dataclass(frozen=True)
+class LiveGroup:
+    """One flat parameter group of the optimizer on this rank.
+
+    Attributes:
+        flat: the group's flat buffer: which element of which parameter lies where.
+        shapes: each member's TP-local shape.
+        ranks: global rank of every shard rank of the group's own process group, in shard order.
+        shard_rank: this rank's place in ``ranks``.
+        master: returns the live flat partition of master weights, 1-D, ``flat.partition_numel`` long.
+        state: returns the base optimizer's live state of that partition.
+        hyperparameters: returns the group's entry of ``param_groups`` without its parameters.
+        set_hyperparameters: updates that entry.
+    """
+
+    flat: FlatGroup
+    shapes: Mapping[str, tuple[int, ...]]
+    ranks: tuple[int, ...]
+    shard_rank: int
+    master: Callable[[], torch.Tensor]
+    state: Callable[[], dict[str, Any]]
+    hyperparameters: Callable[[], dict[str, Any]]
+    set_hyperparameters: Callable[[Mapping[str, Any]], None]
+
+    @property
+    def partition(self) -> Partition:
+        return self.flat.partition(self.shard_rank)
+
+    def sharded_states(self) -> dict[str, torch.Tensor]:
+        """Every state that is partitioned like the master weights, the master weights first, by state name.
+
+        The test of shape is DeepSpeed's own (tensor_fragment.set_optim_state_fragment).
+        """
+        master = self.master()
+        states = {MASTER: master}
+        for name, value in self.state().items():
+            if torch.is_tensor(value) and value.shape == master.shape:
+                states[name] = value
+        return states
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """Everything of an engine that an export writes or a restore fills.
+
+    Attributes:
+        coordinates: this rank's place in the model-parallel grid.
+        groups: the optimizer's flat groups.
+        unowned: frozen parameters and persistent buffers, which no optimizer owns, by state-dict name.
+        parameters: the module's parameters by the names DeepSpeed knows them by, aliases of tied ones included.
+        module: the model.
+        common_optimizer_state: returns what zero/optimizer_state.pt holds.
+        model_state: returns what this rank's mp_rank file holds without ``module``, given the client state and whether
+            frozen parameters are excluded.
+        facts: topology, precision and optimizer class for the manifest, JSON-able.
+    """
+
+    coordinates: Coordinates
+    groups: tuple[LiveGroup, ...]
+    unowned: Callable[[], dict[str, torch.Tensor]]
+    parameters: Mapping[str, torch.nn.Parameter]
+    module: torch.nn.Module
+    common_optimizer_state: Callable[[], dict[str, Any]]
+    model_state: Callable[[Mapping[str, Any], bool], dict[str, Any]]
+    facts: Callable[[], dict[str, Any]]
+
+
+def fragment_of(partition: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    """The fragment's elements as a 1-D view of the rank's partition."""
+    return partition.detach().narrow(0, fragment.partition_start, fragment.numel)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the manifest of a universal checkpoint says beyond its files: parameters, groups, topology, versions."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+
+from megads_ucp import storage
+from megads_ucp.live import LiveState
+from megads_ucp.plan import Plan, Subject
+from megads_ucp.writer import file_name, records_by_file
+
+
+def group_facts(live: LiveState) -> list[dict[str, Any]]:
+    """This rank's parameter groups: member names in flat order, and hyperparameters."""
+    return [
+        {
+            "stage": live.coordinates.stage,
+            "index": index,
+            "parameters": [member.name for member in group.flat.members],
+            "hyperparameters": {key: _plain(value) for key, value in group.hyperparameters().items()},
+        }
+        for index, group in enumerate(live.groups)
+    ]
+
+
+def split_crc32(plan: Plan, records: list[storage.ExtentRecord]) -> dict[str, int]:
+    """CRC-32 of the payload of every file that has several writers, from all ranks' records."""
+    by_file = records_by_file(records)
+    split = {file_name(plan, extent) for extent in plan.extents if extent.start}
+    return {name: storage.payload_crc32(by_file[name]) for name in sorted(split)}
+
+
+def file_records(plan: Plan, records: list[storage.ExtentRecord]) -> list[storage.FileRecord]:
+    """The record of every file of the checkpoint, from all ranks' records."""
+    by_file = records_by_file(records)
+    files = []
+    for extent in plan.extents:
+        if extent.start == 0:
+            subject = plan.subjects[extent.subject]
+            frame = storage.frame(subject.layout.shape, extent.state.written, subject.metadata())
+            files.append(storage.FileRecord.of_tensor(frame, by_file.pop(file_name(plan, extent))))
+    files.extend(storage.FileRecord.of_object(whole) for parts in by_file.values() for whole in parts)
+    return sorted(files, key=lambda file: file.path)
+
+
+def manifest(
+    live: LiveState, plan: Plan, files: Iterable[storage.FileRecord], groups: list[dict[str, Any]], run_id: str
+) -> dict[str, Any]:
+    """The whole content, JSON-able."""
+    from megads_ucp import __version__
+
+    place = live.coordinates
+    return {
+        "run_id": run_id,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "versions": {
+            "megads_ucp": __version__,
+            "deepspeed": deepspeed.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "topology": {
+            "pipeline_stages": place.stages,
+            "tensor_parallel": place.tp_degree,
+            "shard_group": len(live.groups[0].ranks),
+            "world": torch.distributed.get_world_size(),
+        },
+        "run": live.facts(),
+        "parameters": {subject.name: _parameter(subject) for subject in plan.subjects},
+        "groups": groups,
+        "files": [file.to_json() for file in files],
+    }
+
+
+def _parameter(subject: Subject) -> dict[str, Any]:
+    layout = subject.layout
+    return {
+        "shape": list(layout.shape),
+        "owned": subject.owned,
+        "states": {state.name: str(state.live).removeprefix("torch.") for state in subject.states},
+        "layout": {
+            "kind": layout.rule.kind,
+            "dim": layout.rule.dim,
+            "sub_sizes": layout.rule.sub_sizes,
+            "vocabulary_size": layout.rule.vocabulary_size,
+            "source": layout.rule.source,
+            "shards": [list(shape) for shape in layout.shard_shapes],
+        },
+    }
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it; what it cannot is told by its repr."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

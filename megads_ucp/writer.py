@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between "moved" and "written": where fragments come from, how they are laid down, and who puts extents on disk."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from megads_ucp import storage
+from megads_ucp.errors import LayoutError, PlanError
+from megads_ucp.live import MASTER, LiveState
+from megads_ucp.plan import Extent, Plan, Transfer
+from megads_ucp.survey import UNOWNED
+
+WRITER_THREADS = 2
+"""Enough that one file's fsync overlaps with another's checksum; more would make the disk seek."""
+
+_EXTENT_ALIGNMENT = 64
+
+
+class Snapshot:
+    """The values one export sends: views of the live state where it is in host memory, one copy of it elsewhere."""
+
+    def __init__(self, live: LiveState) -> None:
+        self._groups = [
+            {name: state.detach().to("cpu") for name, state in group.sharded_states().items()} for group in live.groups
+        ]
+        self._unowned = live.unowned() if live.groups[0].shard_rank == 0 else {}
+
+    def holding(self, transfer: Transfer, extent: Extent) -> torch.Tensor:
+        """The 1-D values of one of this rank's own holdings in the extent's state.
+
+        Raises:
+            PlanError: the optimizer no longer has the state.
+        """
+        group, fragment = transfer.holding.group, transfer.holding.fragment
+        if group == UNOWNED:
+            # As the stock converter writes what no optimizer owns (ds_to_universal.main, "fp32_path").
+            return self._unowned[fragment.name].to("cpu").float().reshape(-1)
+        states = self._groups[group]
+        if extent.state.name not in states:
+            raise PlanError(f"the optimizer has no state {extent.state.name} for parameter {fragment.name} any more.")
+        return states[extent.state.name].narrow(0, fragment.partition_start, fragment.numel)
+
+
+def file_name(plan: Plan, extent: Extent) -> str:
+    """The extent's file, relative to the checkpoint directory."""
+    return f"zero/{plan.subjects[extent.subject].name}/{extent.state.name}.pt"
+
+
+class ExtentWriter:
+    """What a rank keeps between exports: the memory of its extents and the frames of their files."""
+
+    def __init__(self) -> None:
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._plan: Plan | None = None
+        self._frames: dict[int, storage.Frame] = {}
+
+    def prepare(self, plan: Plan, rank: int, staging: storage.Staging) -> Sink:
+        """A sink for this rank's extents."""
+        mine = {index: extent for index, extent in enumerate(plan.extents) if extent.writer == rank}
+        if plan is not self._plan:
+            self._frames = {index: _frame(plan, extent) for index, extent in mine.items()}
+            self._plan = plan
+        sizes = {i: -(-extent.nbytes // _EXTENT_ALIGNMENT) * _EXTENT_ALIGNMENT for i, extent in mine.items()}
+        if self._arena.numel() < sum(sizes.values()):
+            self._arena = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is asked for
+            self._arena = torch.empty(sum(sizes.values()), dtype=torch.uint8)
+        buffers, offset = {}, 0
+        for index, extent in mine.items():
+            buffers[index] = self._arena[offset : offset + extent.nbytes].view(extent.state.written)
+            offset += sizes[index]
+        return Sink(plan, staging, buffers, self._frames)
+
+    def split_frames(self, plan: Plan) -> Iterator[tuple[str, storage.Frame]]:
+        """Name and frame of every split file whose first extent this rank writes."""
+        for index, frame in self._frames.items():
+            extent = plan.extents[index]
+            if extent.start == 0 and extent.stop < plan.subjects[extent.subject].layout.numel:
+                yield file_name(plan, extent), frame
+
+
+def _frame(plan: Plan, extent: Extent) -> storage.Frame:
+    subject = plan.subjects[extent.subject]
+    return storage.frame(subject.layout.shape, extent.state.written, subject.metadata())
+
+
+class Sink:
+    """Takes the values of a rank's extents, and writes each extent as soon as it is complete."""
+
+    def __init__(
+        self, plan: Plan, staging: storage.Staging, buffers: dict[int, torch.Tensor], frames: dict[int, storage.Frame]
+    ) -> None:
+        self._plan, self._staging = plan, staging
+        self._buffers, self._frames = buffers, frames
+        self._threads = ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="megads_ucp-writer")
+        self._writes: dict[int, Future[storage.ExtentRecord]] = {}
+        for index, buffer in buffers.items():
+            if not buffer.numel():  # nothing will arrive for it
+                self.arrived(index)
+
+    def lay(self, transfer: Transfer, values: list[torch.Tensor]) -> None:
+        """Put one transfer's boxes into their extent's buffer.
+
+        Raises:
+            LayoutError: a copy that a tensor-parallel rank holds differs from the one already laid down, or an
+                optimizer state of a scaled parameter would have to be scaled.
+        """
+        extent = self._plan.extents[transfer.extent]
+        subject = self._plan.subjects[extent.subject]
+        for box, value in zip(transfer.boxes, values, strict=True):
+            if box.scale != 1.0:
+                value = _unscaled(value, box.scale, subject.name, extent.state.name)
+            target = box.full_view(self._buffers[transfer.extent], extent.start)
+            if transfer.turn == 0:
+                target.copy_(value)
+            elif subject.layout.averaged:
+                target.add_(value)
+            else:
+                _check_replica(target, value, subject.name, extent.state.name, transfer.holding.tp_rank)
+
+    def arrived(self, index: int) -> None:
+        """Write an extent whose values are all there."""
+        extent = self._plan.extents[index]
+        layout = self._plan.subjects[extent.subject].layout
+        buffer = self._buffers[index]
+        if layout.averaged:
+            buffer.div_(layout.tp_degree)
+        self._writes[index] = self._threads.submit(self._write, extent, buffer, self._frames[index])
+
+    def _write(self, extent: Extent, buffer: torch.Tensor, frame: storage.Frame) -> storage.ExtentRecord:
+        path, root = self._staging.path(file_name(self._plan, extent)), self._staging.directory
+        if extent.numel == self._plan.subjects[extent.subject].layout.numel:
+            return storage.write_file(path, frame, buffer, root=root)
+        start = extent.start * extent.state.written.itemsize
+        return storage.write_extent(path, frame, start, buffer, root=root)
+
+    def finish(self) -> list[storage.ExtentRecord]:
+        """Wait for all writes.
+
+        Raises:
+            PlanError: nothing arrived for some extent.
+            StorageError: a write failed.
+        """
+        self._threads.shutdown(wait=True)
+        if absent := [index for index in self._buffers if index not in self._writes]:
+            raise PlanError(f"nobody sent {file_name(self._plan, self._plan.extents[absent[0]])}.")
+        return [write.result() for write in self._writes.values()]
+
+    def abandon(self) -> None:
+        """Stop writing; writes that have not begun never will."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _unscaled(value: torch.Tensor, scale: float, parameter: str, state: str) -> torch.Tensor:
+    """The full tensor's values of a block that the shard holds scaled (deepspeed.checkpoint.affine.AffinePiece)."""
+    if state != MASTER:
+        # ParamAffineMap._reject_scaled_optimizer_state: the moments could be scaled, but lr and eps could not.
+        raise LayoutError(
+            f"parameter {parameter} is held scaled by {scale}; DeepSpeed refuses to move its optimizer state {state} to "
+            "another tensor-parallel degree, since lr and eps would stay in the old scale."
+        )
+    return value / scale
+
+
+def _check_replica(laid: torch.Tensor, copy: torch.Tensor, parameter: str, state: str, tp_rank: int) -> None:
+    copy = copy.to(laid.dtype)
+    if torch.equal(laid, copy) or torch.equal(laid.nan_to_num(), copy.nan_to_num()):
+        return
+    largest = (laid.double() - copy.double()).abs().max().item()
+    raise LayoutError(
+        f"parameter {parameter}, state {state}: tensor-parallel rank {tp_rank}'s copy differs from another rank's by up "
+        f"to {largest:.3g}. Replicas have drifted apart: look for a missing all-reduce of its gradient (sequence "
+        "parallelism?), or declare it in parameter_to_average_patterns of universal_checkpoint_info."
+    )
+
+
+def records_by_file(records: list[storage.ExtentRecord]) -> dict[str, list[storage.ExtentRecord]]:
+    """All ranks' records, by the file they are of."""
+    by_file: dict[str, list[storage.ExtentRecord]] = defaultdict(list)
+    for record in records:
+        by_file[record.path].append(record)
+    return by_file
