@@ -16,7 +16,7 @@ from megads_ucp.storage.manifest import (
     verify_file,
     write_manifest,
 )
-from megads_ucp.storage.read import TensorFile, bytes_read, open_tensor, read_object, reset_bytes_read
+from megads_ucp.storage.read import TensorFile, bytes_read, open_tensor, read_object, reset_bytes_read, state_names
 from megads_ucp.storage.staging import Staging, leftovers, rename_exchange, repair
 from megads_ucp.storage.write import ExtentRecord, write_extent, write_file, write_frame, write_object
 
@@ -42,6 +42,7 @@ __all__ = [
     "rename_exchange",
     "repair",
     "reset_bytes_read",
+    "state_names",
     "verify_file",
     "write_extent",
     "write_file",

@@ -9,7 +9,6 @@ all of them. CRC-32 is linear, so the parts' checksums are enough. The method is
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 
 BLOCK_BYTES = 4 << 20

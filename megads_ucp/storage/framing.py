@@ -119,12 +119,12 @@ def _untouched_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     than the machine's memory, of which this rank may well write one extent.
     """
     tensor = torch.empty(0, dtype=dtype, device="cpu")
-    sizes = torch.empty(shape, dtype=dtype, device="meta")
-    if not sizes.numel():
-        return tensor.view(shape)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    reserved = torch.frombuffer(mmap.mmap(-1, sizes.nbytes, flags), dtype=torch.uint8)
-    return tensor.set_(reserved.untyped_storage(), 0, sizes.shape, sizes.stride())
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    storage = tensor.untyped_storage()
+    if like.numel():
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        storage = torch.frombuffer(mmap.mmap(-1, like.nbytes, flags), dtype=torch.uint8).untyped_storage()
+    return tensor.set_(storage, 0, like.shape, like.stride())
 
 
 def _crc_positions(suffix: bytes) -> tuple[int, int]:

@@ -81,7 +81,7 @@ class TensorFile:
             raise ValueError(f"{self.path}: {total} x {self.dtype} do not fit into {out.numel()} x {out.dtype}")
         if any(start < 0 or numel < 0 or start + numel > self.numel for start, numel in runs):
             raise ValueError(f"{self.path}: a range of {list(runs)} is outside the tensor's {self.numel} elements")
-        flat, done = out.view(-1), 0
+        flat, done = out.detach().view(-1), 0
         read = self._read_span if self.contiguous else self._read_strided
         with storage_errors("read", self.path), descriptor(self.path, os.O_RDONLY) as fd:
             for start, numel in _merged(runs):

@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -132,42 +132,31 @@ class Staging:
         """Deletes an export that will not be committed. Never raises: it is called when something else went wrong."""
         _delete(self.directory)
 
-    def commit(self, latest: Path | None) -> None:
+    def commit(self, latest: Path | None, *, exchange: Callable[[Path, Path], bool] | None = None) -> None:
         """Gives the finished directory its name, durably, then makes ``latest`` name it (see the module's docstring).
 
         Call it on one rank, after every rank's writes have returned. ``latest`` lies in a parent of the target and gets
-        the target's path relative to that parent; None leaves it alone.
+        the target's path relative to that parent; None leaves it alone. ``exchange`` swaps two names or returns False
+        where it cannot; :func:`rename_exchange` unless given.
 
         Raises:
             StorageError: a step failed; what the target's name stands for is complete all the same, old or new.
-        """
-        for _ in self.commit_steps(latest):
-            pass
-
-    def commit_steps(self, latest: Path | None, exchange: Callable[[Path, Path], bool] | None = None) -> Iterator[str]:
-        """The steps of :meth:`commit`, each done when its name is yielded, so that one can look (or die) between them.
-
-        ``exchange``: swaps the names of two directories atomically, or returns False where the system cannot.
         """
         name = None if latest is None else self.target.relative_to(latest.parent).as_posix()
         if not self._visible():
             raise StorageError(f"{self.directory} vanished while it was written: was it deleted by a rotation policy?")
         fsync_tree(self.directory)
-        yield "tree durable"
         with storage_errors("complete", self.directory):
             os.unlink(self.directory / _TOKEN)
         fsync_directories([self.directory])
-        yield "token removed"
-        older = yield from self._take_name(exchange or rename_exchange)
+        older = self._take_name(exchange or rename_exchange)
         if latest is not None and name is not None:
             write_latest(latest, name)
-            yield "latest replaced"
         if older is not None:
             _delete(older)
-            yield "older export deleted"
 
-    def _take_name(self, exchange: Callable[[Path, Path], bool]) -> Generator[str, None, Path | None]:
-        """Gives the directory its name, step by step; returns where the older export is now, if there was one."""
+    def _take_name(self, exchange: Callable[[Path, Path], bool]) -> Path | None:
+        """Gives the directory its name, durably; returns where an older export of that name is now, if any."""
         older: Path | None = None
         with storage_errors("rename the finished export to", self.target):
             if not self.target.exists():
@@ -178,10 +167,8 @@ class Staging:
                 older = _beside(self.target, _REPLACED, self.run_id)
                 os.rename(self.target, older)
                 fsync_directories([self.target.parent])
-                yield "older export set aside"
                 os.rename(self.directory, self.target)
         fsync_directories([self.target.parent])
-        yield "name taken"
         return older
 
     def _visible(self) -> bool:
