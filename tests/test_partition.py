@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megads_ucp.errors import PlanError
 from megads_ucp.partition import FlatGroup, Fragment, Member, Partition, flat_group
 
 PADDING = None
+patient = settings(deadline=None)  # a busy machine is no failure
 
 
 def trailing_group(numel: int, degree: int) -> FlatGroup:
@@ -65,12 +66,14 @@ def build(case: tuple[list[int], int, int, bool]) -> FlatGroup:
     )
 
 
+@patient
 @given(groups())
 def test_every_element_is_where_the_reference_puts_it(case: tuple[list[int], int, int, bool]) -> None:
     group = build(case)
     assert [elementwise(group.partition(rank)) for rank in range(group.degree)] == reference(*case)
 
 
+@patient
 @given(groups())
 def test_every_real_element_lies_in_exactly_one_fragment(case: tuple[list[int], int, int, bool]) -> None:
     group = build(case)
@@ -83,6 +86,7 @@ def test_every_real_element_lies_in_exactly_one_fragment(case: tuple[list[int], 
     assert sorted(held) == sorted((member.name, i) for member in group.members for i in range(member.numel))
 
 
+@patient
 @given(groups())
 def test_padding_and_fragments_fill_the_partition(case: tuple[list[int], int, int, bool]) -> None:
     group = build(case)
@@ -94,6 +98,7 @@ def test_padding_and_fragments_fill_the_partition(case: tuple[list[int], int, in
         assert partition.padding == sum(stop - start for start, stop in partition.padding_spans)
 
 
+@patient
 @given(groups())
 def test_group_padding_is_what_follows_the_last_real_element(case: tuple[list[int], int, int, bool]) -> None:
     group = build(case)
@@ -104,6 +109,7 @@ def test_group_padding_is_what_follows_the_last_real_element(case: tuple[list[in
         assert group.group_padding(rank) == sum(index > last for index in range(rank * size, (rank + 1) * size))
 
 
+@patient
 @given(groups())
 def test_holders_are_the_ranks_whose_partitions_have_a_fragment(case: tuple[list[int], int, int, bool]) -> None:
     group = build(case)

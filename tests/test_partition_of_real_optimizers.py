@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,17 @@ def prepare_process() -> None:
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     # Reads and prints the memory in use, four times per optimizer.
     bf16_optimizer.see_memory_usage = lambda *_, **__: None
+
+
+def serve(calls: Connection) -> None:
+    """Answers each (function, args) with (result, None) or (None, traceback), until the first None."""
+    prepare_process()
+    while call := calls.recv():
+        function, args = call
+        try:
+            calls.send((function(*args), None))
+        except Exception:
+            calls.send((None, traceback.format_exc()))
 
 
 def become_rank(rank: int, degree: int) -> None:
@@ -172,10 +184,28 @@ def build_zero_optimizer(sizes: tuple[int, ...], degree: int, zero: Zero) -> lis
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[Callable[..., list[Held]]]:
-    """Calls a function in a process of its own, started once."""
+    """Calls a function in a process of its own, started once.
+
+    A pipe and not an executor, because an executor's threads may outlive it by a moment and spoil a fork of ranks.
+    """
     fork = multiprocessing.get_context("fork")  # finds DeepSpeed imported if tests before this one needed it
-    with ProcessPoolExecutor(max_workers=1, mp_context=fork, initializer=prepare_process) as process:
-        yield lambda function, *args: process.submit(function, *args).result(timeout=300)
+    here, there = fork.Pipe()
+    process = fork.Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    there.close()
+
+    def call(function: Callable[..., list[Held]], *args: object) -> list[Held]:
+        here.send((function, args))
+        if not here.poll(timeout=300):
+            pytest.fail(f"{function.__name__} takes too long")
+        held, failure = here.recv()
+        if failure is not None:
+            pytest.fail(failure)
+        return held
+
+    yield call
+    here.send(None)
+    process.join()
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +226,7 @@ def assert_held(held: list[Held], group: FlatGroup, sizes: tuple[int, ...]) -> N
         assert torch.equal(torch.from_numpy(rank_holds.values), expected), f"rank {rank} of {group.degree}"
 
 
+@pytest.mark.slow
 def test_bf16_optimizer_as_each_of_768_ranks(field_case: list[Held]) -> None:
     group = bf16_group(FIELD_CASE, FIELD_DEGREE)
     assert_held(field_case, group, FIELD_CASE)
@@ -205,6 +236,7 @@ def test_bf16_optimizer_as_each_of_768_ranks(field_case: list[Held]) -> None:
     assert np.count_nonzero(field_case[765].values) == 20
 
 
+@pytest.mark.slow
 def test_bf16_optimizer_books_more_padding_than_the_last_of_768_ranks_holds(field_case: list[Held]) -> None:
     """Why this library exists. The tail covers three ranks; all 1024 elements of it are booked on the last, which holds
     348. Whoever strips so much from that partition fails, and strips nothing where 328 and 348 elements are padding."""
