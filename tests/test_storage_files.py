@@ -190,7 +190,7 @@ def test_the_damaged_block_is_named(tmp_path):
     record = write_whole(path, torch.zeros(BLOCK_BYTES // 4 * 2 + 5))
     begin = record.payload_offset + BLOCK_BYTES
     flip(path, 8 * (begin + 77))
-    with pytest.raises(StorageError, match=rf"a\.pt is damaged: bytes \[{begin}, {begin + BLOCK_BYTES}\)"):
+    with pytest.raises(StorageError, match=rf"a\.pt is damaged: .*bytes \[{begin}, {begin + BLOCK_BYTES}\)"):
         verify_file(path, record)
 
 
