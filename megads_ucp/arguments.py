@@ -36,4 +36,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="MINUTES",
         help="how long a rank waits for its peers before the export is given up (default: %(default)s)",
     )
+    group.add_argument(
+        "--universal-checkpoint-verify",
+        action="store_true",
+        help="check everything that a resume reads against the manifest's checksums",
+    )
     return parser

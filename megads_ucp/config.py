@@ -19,12 +19,14 @@ class ExportConfig:
         strict: a failed export raises on every rank; otherwise it is reported and training goes on.
         bucket_mb: bytes in flight per rank and direction during the exchange, in MiB.
         timeout_minutes: how long a rank waits for its peers before the export is given up.
+        verify: a resume checks everything it reads against the manifest's checksums.
     """
 
     enabled: bool = False
     strict: bool = False
     bucket_mb: int = 64
     timeout_minutes: int = 30
+    verify: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -40,13 +42,13 @@ class ExportConfig:
         """The configuration in parsed command-line arguments (any object; absent attributes keep their defaults)."""
         names = {field.name: f"universal_checkpoint_export_{field.name}" for field in fields(cls)}
         names["enabled"] = CONFIG_SECTION
+        names["verify"] = "universal_checkpoint_verify"
         return cls(**{field: getattr(args, name) for field, name in names.items() if hasattr(args, name)})
 
     def for_engine(self, deepspeed_config: Mapping[str, Any]) -> ExportConfig:
         """This default, overridden by the engine's own section: ``true``, ``false`` or ``{"enabled": ..., ...}``.
 
-        A section without "enabled" enables the export, as DeepSpeed's own sections of feature options do not; whoever
-        writes one wants it.
+        A section without "enabled" enables the export: whoever writes one wants it.
 
         Raises:
             ValueError: the section has unknown keys or values of a wrong type.

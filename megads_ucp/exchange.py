@@ -87,10 +87,14 @@ class Channel:
         return values
 
     def isend(self, tensor: torch.Tensor, peer: int) -> dist.Work:
-        return dist.isend(tensor, peer, group=self._group)
+        work = dist.isend(tensor, peer, group=self._group)
+        assert work is not None  # None is for ranks outside the group, and all ranks are in it
+        return work
 
     def irecv(self, tensor: torch.Tensor, peer: int) -> dist.Work:
-        return dist.irecv(tensor, peer, group=self._group)
+        work = dist.irecv(tensor, peer, group=self._group)
+        assert work is not None
+        return work
 
 
 def reason_of(failure: BaseException | None) -> str | None:

@@ -10,13 +10,12 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 
 from megads_ucp import storage
@@ -112,8 +111,9 @@ class Exporter:
         live = self._live
         assert live is not None
 
+        absent = live.frozen() if exclude_frozen else []
         with report.timed("plan"):
-            plan = self._current_plan(live, client_state)
+            plan = self._current_plan(live, client_state, absent)
         report.nbytes, report.nbytes_moved = sum(plan.bytes_by_writer.values()), plan.bytes_moved
         report.imbalance = plan.imbalance(channel.world)
 
@@ -125,7 +125,7 @@ class Exporter:
             with report.timed("small files"), channel.agreed("writing the small files"):
                 records += self._write_objects(live, plan, staging, client_state, exclude_frozen)
             with report.timed("commit"):
-                self._commit(live, plan, staging, records, save_dir / LATEST if save_latest else None)
+                self._commit(live, plan, staging, records, absent, save_dir / LATEST if save_latest else None)
         except BaseException:
             if channel.rank == 0:
                 staging.discard()
@@ -140,12 +140,12 @@ class Exporter:
             )
         return report
 
-    def _current_plan(self, live: LiveState, client_state: Mapping[str, Any]) -> Plan:
+    def _current_plan(self, live: LiveState, client_state: Mapping[str, Any], absent: Collection[str]) -> Plan:
         """The plan of the last export, or a new one if anything that it depends on has changed on any rank."""
         channel = self._surveyor.channel
         info = client_state.get(UNIVERSAL_CHECKPOINT_INFO, getattr(live.module, UNIVERSAL_CHECKPOINT_INFO, None))
         with channel.agreed("describing the model"):
-            description = describe(live, info)
+            description = describe(live, info, absent)
         survey = self._surveyor.survey(description, first_of_replicas=live.groups[0].shard_rank == 0)
         if self._plan is None or survey is not self._survey:
             if channel.rank == 0:
@@ -163,8 +163,8 @@ class Exporter:
             if channel.rank == 0:
                 storage.Staging.create(directory, run_id)
         with channel.agreed(f"preparing {directory}"):
-            staging = storage.Staging.open(directory, run_id)
-        return staging
+            return storage.Staging.open(directory, run_id)
+        raise AssertionError("agreed() lets no failed body pass")
 
     def _write_tensors(self, live: LiveState, plan: Plan, staging: storage.Staging) -> list[storage.ExtentRecord]:
         """Move fragments to their writers and write each extent as soon as it is complete."""
@@ -178,10 +178,15 @@ class Exporter:
                 return sink.finish()
             finally:
                 sink.abandon()
-        raise AssertionError("unreachable")
+        raise AssertionError("agreed() lets no failed body pass")
 
     def _write_objects(
-        self, live: LiveState, plan: Plan, staging: storage.Staging, client_state: Mapping[str, Any], exclude_frozen: bool
+        self,
+        live: LiveState,
+        plan: Plan,
+        staging: storage.Staging,
+        client_state: Mapping[str, Any],
+        exclude_frozen: bool,
     ) -> list[storage.ExtentRecord]:
         """The small pickled files: step.pt of this rank's parameters, and what the first of the replicas writes."""
         channel = self._surveyor.channel
@@ -195,7 +200,8 @@ class Exporter:
                 objects[f"zero/{subject.name}/step.pt"] = step
         place = live.coordinates
         if live.groups[0].shard_rank == 0:
-            objects[f"mp_rank_{place.mp_rank:02d}_model_states.pt"] = self._model_state(live, client_state, exclude_frozen)
+            model_state = self._model_state(live, client_state, exclude_frozen)
+            objects[f"mp_rank_{place.mp_rank:02d}_model_states.pt"] = model_state
             if (place.stage, place.tp_rank) == (0, 0):
                 objects["zero/optimizer_state.pt"] = live.common_optimizer_state()
         return [
@@ -216,6 +222,7 @@ class Exporter:
         plan: Plan,
         staging: storage.Staging,
         records: list[storage.ExtentRecord],
+        absent: Collection[str],
         latest: Path | None,
     ) -> None:
         """Complete the files that several ranks wrote, write the manifest, and give the directory its name."""
@@ -234,6 +241,6 @@ class Exporter:
         with channel.agreed(f"committing {staging.target}"):
             if told is not None:
                 groups = [group for _, theirs in told for group in theirs]
-                content = manifest(live, plan, file_records(plan, everything), groups, staging.run_id)
+                content = manifest(live, plan, file_records(plan, everything), groups, absent, staging.run_id)
                 storage.write_manifest(staging.directory, content)
                 staging.commit(latest)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megads_ucp.partition import FlatGroup, Fragment, Partition
+from megads_ucp.partition import FlatGroup, Partition
 
 MASTER = "fp32"
 """State name of the master weights, and so of their file (deepspeed.checkpoint.constants.FP32_WEIGHT_KEY)."""
@@ -86,6 +86,7 @@ class LiveState:
         common_optimizer_state: returns what zero/optimizer_state.pt holds.
         model_state: returns what this rank's mp_rank file holds without ``module``, given the client state and whether
             frozen parameters are excluded.
+        half_precision: whether the model computes in fp16, the one precision that a loss scale is for.
         facts: topology, precision and optimizer class for the manifest, JSON-able.
     """
 
@@ -96,9 +97,10 @@ class LiveState:
     module: torch.nn.Module
     common_optimizer_state: Callable[[], dict[str, Any]]
     model_state: Callable[[Mapping[str, Any], bool], dict[str, Any]]
+    half_precision: bool
     facts: Callable[[], dict[str, Any]]
 
-
-def fragment_of(partition: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-    """The fragment's elements as a 1-D view of the rank's partition."""
-    return partition.detach().narrow(0, fragment.partition_start, fragment.numel)
+    def frozen(self) -> list[str]:
+        """Names of the parameters that are not trained."""
+        unowned = self.unowned()
+        return [name for name, parameter in self.parameters.items() if name in unowned and not parameter.requires_grad]

@@ -51,9 +51,14 @@ def file_records(plan: Plan, records: list[storage.ExtentRecord]) -> list[storag
 
 
 def manifest(
-    live: LiveState, plan: Plan, files: Iterable[storage.FileRecord], groups: list[dict[str, Any]], run_id: str
+    live: LiveState,
+    plan: Plan,
+    files: Iterable[storage.FileRecord],
+    groups: list[dict[str, Any]],
+    absent: Iterable[str],
+    run_id: str,
 ) -> dict[str, Any]:
-    """The whole content, JSON-able."""
+    """The whole content, JSON-able. ``absent``: parameters that were left out on request."""
     from megads_ucp import __version__
 
     place = live.coordinates
@@ -74,6 +79,7 @@ def manifest(
         },
         "run": live.facts(),
         "parameters": {subject.name: _parameter(subject) for subject in plan.subjects},
+        "absent": sorted(absent),
         "groups": groups,
         "files": [file.to_json() for file in files],
     }

@@ -350,9 +350,7 @@ def cut_box(box: Box, limit: int, *, spans: bool = False) -> Iterator[Box]:
     if size <= limit or not box.shape:
         yield box
         return
-    row = replace(
-        box, shape=box.shape[1:], full_strides=box.full_strides[1:], shard_strides=box.shard_strides[1:]
-    )
+    row = replace(box, shape=box.shape[1:], full_strides=box.full_strides[1:], shard_strides=box.shard_strides[1:])
     row_size = max(box.full_strides[0] if spans else row.numel, 1)
     step = max(limit // row_size, 1)
     for start in range(0, box.shape[0], step):

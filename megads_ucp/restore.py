@@ -7,176 +7,227 @@ changes before every rank has checked everything it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import functools
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import PARAM_GROUPS, UNIVERSAL_CHECKPOINT_INFO, VOCAB_TENSOR
+from deepspeed.checkpoint.constants import LOSS_SCALER, PARAM_GROUPS, UNIVERSAL_CHECKPOINT_INFO
 
 from megads_ucp import storage
-from megads_ucp.errors import LayoutError, StorageError
-from megads_ucp.layout.core import Box, Layout, build_layout
-from megads_ucp.live import MASTER, STEP, LiveGroup, LiveState, fragment_of
-from megads_ucp.partition import Fragment
-from megads_ucp.plan import cut_box
+from megads_ucp.errors import StorageError
+from megads_ucp.layout.core import Layout
+from megads_ucp.live import MASTER, STEP, LiveGroup, LiveState
+from megads_ucp.reading import Checkpoint, Read, fitting_layout
 from megads_ucp.survey import Surveyor, describe
 
-_SPAN_BYTES = 32 << 20
-"""Bytes read at a time where a fragment's rows hold other ranks' columns too."""
+logger = logging.getLogger("megads_ucp")
+
+_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class _Source:
-    """One fragment's part of one file: where it is read from, and the boxes that cut it out."""
+class LoadRequest:
+    """What of a checkpoint is wanted.
 
-    group: LiveGroup
-    fragment: Fragment
-    state: str
-    file: storage.TensorFile
-    boxes: tuple[Box, ...]
-    padded: bool
-    """Whether some of the fragment is vocabulary padding, which no file holds."""
+    Attributes:
+        optimizer_states: states, steps, hyperparameters and loss scale; otherwise only what the model computes with.
+        strict: a parameter that the checkpoint lacks is an error; otherwise it keeps its value, with a warning.
+        verify: check everything that is read against the manifest's checksums.
+    """
+
+    optimizer_states: bool = True
+    strict: bool = True
+    verify: bool = False
+
+
+@dataclass
+class _Prepared:
+    """Everything that was checked and is about to be read into this rank."""
+
+    checkpoint: Checkpoint
+    request: LoadRequest
+    common: dict[str, Any]
+    reads: list[Read] = field(default_factory=list)
+    unowned: list[Read] = field(default_factory=list)
+    states: list[list[str]] = field(default_factory=list)
+    steps: list[Any] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    """What the checkpoint lacks, and so keeps the value it has."""
 
 
 class Restorer:
-    """Fills one engine's optimizer from a universal checkpoint, its own or the stock converter's."""
+    """Fills one engine from a universal checkpoint, its own or the stock converter's."""
 
-    def __init__(self, live: LiveState, surveyor: Surveyor) -> None:
-        self.live, self._surveyor = live, surveyor
+    def __init__(self, live: LiveState, surveyor: Surveyor, verify: bool) -> None:
+        self._live, self._surveyor, self._verify = live, surveyor, verify
+        self._prepared: _Prepared | None = None
 
-    def restore(self, checkpoint_dir: str) -> dict[str, Any]:
-        """Fill master weights, optimizer states, steps and hyperparameters. Collective.
+    @contextmanager
+    def loading(self, directory: Path, *, optimizer_states: bool = True, strict: bool = True) -> Iterator[None]:
+        """Check ``directory`` on entry, on all ranks; fill what no optimizer owns on leaving. Collective.
 
-        Returns the content of zero/optimizer_state.pt, of which the caller takes what is neither per parameter nor per
-        group.
+        Between the two, :meth:`fill` does what DeepSpeed's load of the optimizer would.
 
         Raises:
-            UniversalCheckpointError: a file is missing, damaged or does not fit the model; the same error on every rank,
-                and nothing live has changed unless it says "reading".
+            UniversalCheckpointError: a file is missing, damaged or does not fit the model; the same error on every
+                rank, and nothing live has changed unless it says that the engine must not be used.
         """
+        self._prepared = self._prepare(directory, LoadRequest(optimizer_states, strict, self._verify))
+        try:
+            yield
+            self._fill_unowned(self._prepared)
+        finally:
+            self._prepared = None
+
+    def fill(self, checkpoint_dir: str) -> dict[str, Any] | None:
+        """Fill master weights and, where they are wanted, optimizer states, steps and hyperparameters. Collective.
+
+        Returns what zero/optimizer_state.pt says beyond groups, None if optimizer states are not wanted.
+
+        Raises:
+            UniversalCheckpointError: reading failed; the engine must not be used.
+        """
+        prepared = self._prepared or self._prepare(Path(checkpoint_dir), LoadRequest(verify=self._verify))
+        with self._surveyor.channel.agreed(f"reading {checkpoint_dir} (the engine must not be used now)"):
+            if prepared.request.optimizer_states:
+                for group, names, step in zip(self._live.groups, prepared.states, prepared.steps, strict=True):
+                    _make_states(group, names, step)
+            for read in prepared.reads:
+                read.run(prepared.request.verify)
+            if prepared.request.optimizer_states:
+                for group, saved in zip(self._live.groups, prepared.common[PARAM_GROUPS], strict=True):
+                    group.set_hyperparameters({key: value for key, value in saved.items() if key != "params"})
+        return self._common_state(prepared.common) if prepared.request.optimizer_states else None
+
+    def _common_state(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved state without a loss scaler of another kind than this run's: the target's precision decides."""
+        current = self._live.common_optimizer_state()
+        if type(saved.get(LOSS_SCALER)) is type(current.get(LOSS_SCALER)) and self._live.half_precision:
+            return dict(saved)
+        of_scaler = (LOSS_SCALER, "dynamic_loss_scale", "overflow")
+        return {key: value for key, value in saved.items() if key not in of_scaler}
+
+    def _fill_unowned(self, prepared: _Prepared) -> None:
         channel = self._surveyor.channel
-        zero = Path(checkpoint_dir) / "zero"
-        with channel.agreed(f"checking {checkpoint_dir}"):
-            common: dict[str, Any] = storage.read_object(zero / "optimizer_state.pt", weights_only=False)
-            self._check_groups(common, zero)
-        layouts = self._layouts(Path(checkpoint_dir))
-        with channel.agreed(f"checking {checkpoint_dir}"):
-            sources = [source for group in self.live.groups for source in _sources(group, layouts, zero, self._tp_rank)]
-            steps = [_step(group, zero) for group in self.live.groups]
-            states = [_state_names(group, zero) for group in self.live.groups]
-        with channel.agreed(f"reading {checkpoint_dir} (the engine must not be used now)"):
-            for group, names, step in zip(self.live.groups, states, steps, strict=True):
-                _make_states(group, names, step)
-            for source in sources:
-                _read(source)
-            self._take_hyperparameters(common)
-        return common
-
-    @property
-    def _tp_rank(self) -> int:
-        return self.live.coordinates.tp_rank
-
-    def _layouts(self, directory: Path) -> Mapping[str, Layout]:
-        """This stage's layouts in the target model; where its layers are silent, the checkpoint's own words count."""
-        info = getattr(self.live.module, UNIVERSAL_CHECKPOINT_INFO, None)
-        info = info() if callable(info) else info
-        with self._surveyor.channel.agreed(f"checking {directory}"):
-            if info is None and self.live.coordinates.tp_degree > 1:
-                info = _info_of_checkpoint(directory)
-            description = describe(self.live, info)
-        survey = self._surveyor.survey(description, self.live.groups[0].shard_rank == 0)
-        return survey.layouts[self.live.coordinates.stage]
-
-    def _check_groups(self, common: Mapping[str, Any], zero: Path) -> None:
-        saved = common[PARAM_GROUPS]
-        if len(saved) != len(self.live.groups):
-            raise StorageError(
-                f"{zero / 'optimizer_state.pt'} has {len(saved)} parameter groups, this run has {len(self.live.groups)}: "
-                "build the same groups as the run that saved it."
+        with channel.agreed(f"reading {prepared.checkpoint.directory} (the engine must not be used now)"):
+            for read in prepared.unowned:
+                read.run(prepared.request.verify)
+        if prepared.kept and channel.rank == 0:
+            more = f" and {len(prepared.kept) - _SHOWN} more" if len(prepared.kept) > _SHOWN else ""
+            logger.warning(
+                "%s lacks %s%s: they keep the values this run gave them.",
+                prepared.checkpoint.directory,
+                ", ".join(prepared.kept[:_SHOWN]),
+                more,
             )
 
-    def _take_hyperparameters(self, common: Mapping[str, Any]) -> None:
-        for group, saved in zip(self.live.groups, common[PARAM_GROUPS], strict=True):
-            group.set_hyperparameters({key: value for key, value in saved.items() if key != "params"})
+    def _prepare(self, directory: Path, request: LoadRequest) -> _Prepared:
+        """Check everything this rank needs, and agree with all ranks that it is there."""
+        channel, live = self._surveyor.channel, self._live
+        with channel.agreed(f"checking {directory}"):
+            if channel.rank == 0 and not directory.exists():
+                storage.repair(directory)  # a killed export may have left the older checkpoint set aside
+        with channel.agreed(f"checking {directory}"):
+            checkpoint = Checkpoint(directory)
+            if request.verify and checkpoint.manifest is None:
+                raise StorageError(f"{directory} has no {storage.MANIFEST}, so nothing can be verified: drop the flag.")
+            prepared = _Prepared(checkpoint, request, checkpoint.common_state())
+            if request.optimizer_states:
+                _check_groups(live.groups, prepared.common, checkpoint)
+        layouts = self._layouts(checkpoint)
+        with channel.agreed(f"checking {directory}"):
+            for group in live.groups:
+                names = checkpoint.states(group.flat.members[0].name) if request.optimizer_states else []
+                prepared.states.append([name for name in names if name not in (MASTER, STEP)])
+                prepared.steps.append(checkpoint.step(group.flat.members[0].name))
+                prepared.reads.extend(self._reads(group, layouts, prepared))
+            prepared.unowned.extend(self._unowned_reads(layouts, prepared))
+        return prepared
+
+    def _reads(self, group: LiveGroup, layouts: Mapping[str, Layout], prepared: _Prepared) -> Iterator[Read]:
+        """Everything to be read for one group's fragments on this rank."""
+        checkpoint, tp_rank = prepared.checkpoint, self._live.coordinates.tp_rank
+        for fragment in group.partition.fragments:
+            if not prepared.request.strict and not checkpoint.has(fragment.name):
+                prepared.kept.append(fragment.name)
+                continue
+            for state in (MASTER, *prepared.states[-1]):
+                file = checkpoint.file(fragment.name, state)
+                layout = fitting_layout(layouts[fragment.name], file.tensor)
+                boxes = layout.runs(tp_rank, fragment.param_start, fragment.numel)
+                target = group.master if state == MASTER else _state_getter(group, state)
+                yield Read(file, boxes, fragment.param_start, fragment.partition_start, fragment.numel, target)
+
+    def _unowned_reads(self, layouts: Mapping[str, Layout], prepared: _Prepared) -> Iterator[Read]:
+        """Frozen parameters and buffers, whole shards; other names of trained parameters get theirs with those."""
+        checkpoint, tp_rank = prepared.checkpoint, self._live.coordinates.tp_rank
+        trained = {self._live.parameters[m.name].data_ptr() for g in self._live.groups for m in g.flat.members}
+        for name, value in self._live.unowned().items():
+            if not value.numel() or value.data_ptr() in trained:
+                continue
+            if not checkpoint.has(name):
+                prepared.kept.append(name)
+                continue
+            file = checkpoint.file(name, MASTER)
+            if checkpoint.manifest is None and file.tensor.shape != layouts[name].shape:
+                # The stock converter writes one tensor-parallel rank's shard as if it were the whole.
+                prepared.kept.append(f"{name} (of which it has one tensor-parallel rank's shard)")
+                continue
+            boxes = fitting_layout(layouts[name], file.tensor).runs(tp_rank, 0, value.numel())
+            yield Read(file, boxes, 0, 0, value.numel(), functools.partial(torch.Tensor.view, value, -1))
+
+    def _layouts(self, checkpoint: Checkpoint) -> Mapping[str, Layout]:
+        """This stage's layouts in the target model; where its layers are silent, the checkpoint's own words count."""
+        info = getattr(self._live.module, UNIVERSAL_CHECKPOINT_INFO, None)
+        info = info() if callable(info) else info
+        with self._surveyor.channel.agreed(f"checking {checkpoint.directory}"):
+            if info is None and self._live.coordinates.tp_degree > 1:
+                info = checkpoint.info()
+            description = describe(self._live, info)
+        survey = self._surveyor.survey(description, self._live.groups[0].shard_rank == 0)
+        return survey.layouts[self._live.coordinates.stage]
 
 
-def _info_of_checkpoint(directory: Path) -> Mapping[str, Any] | None:
-    """The ``universal_checkpoint_info`` that the run which saved it had."""
-    for path in sorted(directory.glob("mp_rank_*_model_states.pt")):
-        # The client's own state may hold any object, so this file is as trusted as DeepSpeed's own load of it.
-        info: Mapping[str, Any] | None = storage.read_object(path, weights_only=False).get(UNIVERSAL_CHECKPOINT_INFO)
-        return info
-    raise StorageError(f"{directory} has no mp_rank_*_model_states.pt: it is not a universal checkpoint")
-
-
-def _state_names(group: LiveGroup, zero: Path) -> list[str]:
-    """The states that the checkpoint has for the group's parameters, the master weights left out.
-
-    Asked of a parameter of the group even if this rank holds none of it: a rank with nothing but padding steps with the
-    others.
-    """
-    names = storage.state_names(zero / group.flat.members[0].name)
-    return [name for name in names if name not in (MASTER, STEP)]
-
-
-def _step(group: LiveGroup, zero: Path) -> Any:
-    """The step of the group's parameters, None if the optimizer that saved kept none."""
-    path = zero / group.flat.members[0].name / f"{STEP}.pt"
-    return storage.read_object(path) if path.exists() else None
-
-
-def _sources(group: LiveGroup, layouts: Mapping[str, Layout], zero: Path, tp_rank: int) -> Iterator[_Source]:
-    """Everything this rank reads for one group, checked against the target's layouts."""
-    names = [MASTER, *_state_names(group, zero)]
-    for fragment in group.partition.fragments:
-        for state in names:
-            file = storage.open_tensor(zero / fragment.name / f"{state}.pt")
-            layout = _fitting_layout(layouts[fragment.name], file)
-            boxes = layout.runs(tp_rank, fragment.param_start, fragment.numel)
-            padded = sum(box.numel for box in boxes) < fragment.numel
-            yield _Source(group, fragment, state, file, boxes, padded)
-
-
-def _fitting_layout(layout: Layout, file: storage.TensorFile) -> Layout:
-    """The layout, with the vocabulary cut where the file has it; the target may be padded to another size.
-
-    Raises:
-        LayoutError: the file's shape is not what the target model's shards make.
-    """
-    if file.metadata.get(VOCAB_TENSOR) and layout.shape[1:] == file.shape[1:] and layout.rule.kind == "split":
-        rule = replace(layout.rule, vocabulary_size=file.shape[0])
-        layout = build_layout(layout.name, rule, layout.shard_shapes)
-    if layout.shape != file.shape:
-        raise LayoutError(
-            f"{file.path} has shape {file.shape}, but in this model the shards {list(layout.shard_shapes)} of "
-            f"{layout.name} make shape {layout.shape} (source: {layout.rule.source}). Load it into the same model."
+def _check_groups(groups: Iterable[LiveGroup], common: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Raise StorageError unless each group has the members, and so gets the hyperparameters, that it was saved with."""
+    mine, saved = list(groups), len(common[PARAM_GROUPS])
+    if len(mine) != saved:
+        raise StorageError(
+            f"{checkpoint.directory} was saved with {saved} parameter groups, this run has {len(mine)}: build the same "
+            "groups, or load with load_optimizer_states=False."
         )
-    return layout
+    group_of = checkpoint.group_of_parameter()
+    for index, group in enumerate(mine):
+        for member in group.flat.members:
+            if group_of.get(member.name, index) != index:
+                raise StorageError(
+                    f"parameter {member.name} is in parameter group {index} of this run, but was saved in group "
+                    f"{group_of[member.name]} of {checkpoint.directory}: groups must keep their order, since the state "
+                    "of a learning-rate scheduler goes by it."
+                )
+
+
+def _state_getter(group: LiveGroup, state: str) -> Any:
+    return lambda: group.state()[state]
 
 
 def _make_states(group: LiveGroup, names: list[str], step: Any) -> None:
     """Give the base optimizer the states it will find after its first step; padding is zero in them."""
     state, master = group.state(), group.master()
     for name in names:
-        if name not in state or not isinstance(state[name], torch.Tensor) or state[name].shape != master.shape:
+        if not isinstance(state.get(name), torch.Tensor) or state[name].shape != master.shape:
             state[name] = torch.zeros_like(master, requires_grad=False)
-    if step is not None:
+    if step is None:
+        return
+    current = state.get(STEP)
+    if isinstance(current, int) and isinstance(step, torch.Tensor):
+        state[STEP] = int(step.item())
+    elif isinstance(current, torch.Tensor):
+        state[STEP] = torch.as_tensor(step, dtype=current.dtype, device=current.device).clone()
+    else:
         state[STEP] = step
-
-
-def _read(source: _Source) -> None:
-    """Fill one fragment of one state."""
-    flat = source.group.master() if source.state == MASTER else source.group.state()[source.state]
-    target = fragment_of(flat, source.fragment)
-    if source.padded:
-        target.zero_()
-    for box in source.boxes:
-        for part in cut_box(box, max(_SPAN_BYTES // source.file.dtype.itemsize, 1), spans=True):
-            first, last = part.full_span
-            values = source.file.read(first, last - first, torch.empty(last - first, dtype=source.file.dtype))
-            view = part.shard_view(target, source.fragment.param_start)
-            view.copy_(part.full_view(values, first))
-            if part.scale != 1.0:
-                view.mul_(part.scale)

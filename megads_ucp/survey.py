@@ -8,7 +8,7 @@ description; the others send a digest of theirs. A survey is used again as long 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,14 +17,14 @@ import torch
 
 from megads_ucp.errors import LayoutError, PlanError
 from megads_ucp.exchange import Channel
-from megads_ucp.layout.core import Layout, build_layout
 from megads_ucp.layout.autotp import rules_from_autotp
+from megads_ucp.layout.core import Layout, build_layout
 from megads_ucp.layout.megatron_core import ATTRIBUTES, rules_from_attributes, rules_from_sharded_state_dict
 from megads_ucp.layout.patterns import DEFAULT, PatternRules, rules_from_patterns
 from megads_ucp.layout.resolve import Claim, Trust, resolve
 from megads_ucp.layout.rule import Rule
 from megads_ucp.live import MASTER, Coordinates, LiveState
-from megads_ucp.partition import FlatGroup, Fragment, Member
+from megads_ucp.partition import FlatGroup, Fragment
 from megads_ucp.plan import Holding, StateSpec, Subject
 
 UNOWNED = -1
@@ -95,8 +95,8 @@ class Survey:
         return tuple(found.values())
 
 
-def describe(live: LiveState, info: Mapping[str, Any] | None) -> RankDescription:
-    """This rank's description.
+def describe(live: LiveState, info: Mapping[str, Any] | None, exclude: Collection[str] = ()) -> RankDescription:
+    """This rank's description, without the unowned tensors named in ``exclude``.
 
     Raises:
         LayoutError: a layer says something that its own tensors contradict.
@@ -110,7 +110,7 @@ def describe(live: LiveState, info: Mapping[str, Any] | None) -> RankDescription
         )
         for group in live.groups
     )
-    unowned = tuple((name, tuple(value.shape)) for name, value in live.unowned().items())
+    unowned = tuple((name, tuple(value.shape)) for name, value in live.unowned().items() if name not in exclude)
     buffers = tuple(name for name, _ in unowned if name not in live.parameters)
     layers = rules_from_sharded_state_dict(live.module, live.parameters)
     claims = (
@@ -122,7 +122,7 @@ def describe(live: LiveState, info: Mapping[str, Any] | None) -> RankDescription
 
 
 class Surveyor:
-    """Keeps an engine's channel and its latest survey, and renews the survey when some rank's description has changed."""
+    """Keeps an engine's channel and its latest survey; renews the survey when some rank's description has changed."""
 
     def __init__(self, timeout_minutes: int) -> None:
         self._timeout_minutes = timeout_minutes
@@ -142,9 +142,7 @@ class Surveyor:
             LayoutError: a parameter's layout is unknown or contradictory.
         """
         place = description.coordinates
-        seen = self.channel.all_gather_ints(
-            [place.stage, place.tp_rank, int(first_of_replicas), description.digest()]
-        )
+        seen = self.channel.all_gather_ints([place.stage, place.tp_rank, int(first_of_replicas), description.digest()])
         if self._survey is None or seen != self._seen:
             self._survey = self._renew(description, seen)
             self._seen = seen
@@ -200,7 +198,7 @@ def build_survey(descriptions: tuple[RankDescription, ...]) -> Survey:
 
 
 def _shapes_of_stage(peers: list[RankDescription]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Each parameter's shard shapes by tensor-parallel rank; checks that the ranks have the same parameters and rules."""
+    """Each parameter's shard shapes by tensor-parallel rank; the ranks must have the same parameters and rules."""
     degree = peers[0].coordinates.tp_degree
     if [peer.coordinates.tp_rank for peer in peers] != list(range(degree)):
         raise PlanError(
@@ -230,13 +228,11 @@ def _pattern_rules(peers: list[RankDescription], shapes: Mapping[str, tuple[tupl
     return rules_from_patterns(info, names, shapes)
 
 
-def _subjects_of_stage(
-    peers: list[RankDescription], layouts: Mapping[str, Layout]
-) -> Iterator[tuple[str, Subject]]:
+def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Subject]]:
     """The stage's parameters with everybody who holds a part of them, in the order of the groups."""
     for group in peers[0].groups:
         for member in group.flat.members:
-            holdings = []
+            holdings: list[Holding] = []
             for peer in peers:
                 where, theirs = _find(peer, member.name)
                 holdings.extend(
@@ -247,14 +243,14 @@ def _subjects_of_stage(
             yield member.name, Subject(layouts[member.name], states, tuple(holdings))
     spec = (StateSpec(MASTER, torch.float32, torch.float32),)
     for name, _ in peers[0].unowned:
-        holdings = []
+        whole: list[Holding] = []
         for peer in peers:
             numel = torch.Size(dict(peer.unowned)[name]).numel()
             if numel:
-                holdings.append(
+                whole.append(
                     Holding(peer.groups[0].ranks[0], peer.coordinates.tp_rank, UNOWNED, Fragment(name, numel, 0, 0))
                 )
-        yield name, Subject(layouts[name], spec, tuple(holdings), owned=False)
+        yield name, Subject(layouts[name], spec, tuple(whole), owned=False)
 
 
 def _find(peer: RankDescription, name: str) -> tuple[int, GroupDescription]:

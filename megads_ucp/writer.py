@@ -160,8 +160,8 @@ def _unscaled(value: torch.Tensor, scale: float, parameter: str, state: str) -> 
     if state != MASTER:
         # ParamAffineMap._reject_scaled_optimizer_state: the moments could be scaled, but lr and eps could not.
         raise LayoutError(
-            f"parameter {parameter} is held scaled by {scale}; DeepSpeed refuses to move its optimizer state {state} to "
-            "another tensor-parallel degree, since lr and eps would stay in the old scale."
+            f"parameter {parameter} is held scaled by {scale}; DeepSpeed refuses to move its optimizer state {state} "
+            "to another tensor-parallel degree, since lr and eps would stay in the old scale."
         )
     return value / scale
 
@@ -172,8 +172,8 @@ def _check_replica(laid: torch.Tensor, copy: torch.Tensor, parameter: str, state
         return
     largest = (laid.double() - copy.double()).abs().max().item()
     raise LayoutError(
-        f"parameter {parameter}, state {state}: tensor-parallel rank {tp_rank}'s copy differs from another rank's by up "
-        f"to {largest:.3g}. Replicas have drifted apart: look for a missing all-reduce of its gradient (sequence "
+        f"parameter {parameter}, state {state}: tensor-parallel rank {tp_rank}'s copy differs from another rank's by "
+        f"up to {largest:.3g}. Replicas have drifted apart: look for a missing all-reduce of its gradient (sequence "
         "parallelism?), or declare it in parameter_to_average_patterns of universal_checkpoint_info."
     )
 

@@ -48,7 +48,7 @@ def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
         elif rule.kind == "split" and rule.style == "plain" and rule.sub_sizes is None and rule.dim in (0, 1):
             if rule.dim == 1:
                 info[PARAMETER_WITH_ROW_PARALLELISM_PATTERNS].append(pattern)
-        elif rule.kind == "split" and rule.style == "n_sub_params" and rule.dim == 0 and len(rule.sub_sizes or "ab") == 2:
+        elif rule.style == "n_sub_params" and rule.dim == 0 and (rule.sub_sizes is None or len(rule.sub_sizes) == 2):
             info[PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0].append(pattern)
         else:
             maps[pattern] = layout.affine.to_dict()

@@ -11,9 +11,11 @@ from megads_ucp.storage.framing import Frame, frame
 from megads_ucp.storage.manifest import (
     MANIFEST,
     FileRecord,
+    check_frame,
     payload_crc32,
     read_manifest,
     verify_file,
+    verify_range,
     write_manifest,
 )
 from megads_ucp.storage.read import TensorFile, bytes_read, open_tensor, read_object, reset_bytes_read, state_names
@@ -29,6 +31,7 @@ __all__ = [
     "Staging",
     "TensorFile",
     "bytes_read",
+    "check_frame",
     "crc32_combine",
     "crc32_of_blocks",
     "frame",
@@ -44,6 +47,7 @@ __all__ = [
     "reset_bytes_read",
     "state_names",
     "verify_file",
+    "verify_range",
     "write_extent",
     "write_file",
     "write_frame",

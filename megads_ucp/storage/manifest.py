@@ -143,18 +143,58 @@ def verify_file(path: Path, record: FileRecord) -> None:
         StorageError: missing, of another size, or different; names the file and the bytes concerned.
     """
     with storage_errors("read", path), descriptor(path, os.O_RDONLY) as fd:
-        size = os.fstat(fd).st_size
-        if size != record.nbytes:
-            what = "truncated" if size < record.nbytes else "too long"
-            raise StorageError(f"{path} is {what}: {size} bytes instead of {record.nbytes}")
+        _check_size(path, os.fstat(fd).st_size, record)
         for start, stop, expected in _block_ranges(record):
-            if _crc32_of_range(fd, start, stop) != expected:
-                raise StorageError(f"{path} is damaged: bytes [{start}, {stop}) do not have the recorded checksum")
-        payload_stop = record.payload_offset + record.payload_bytes
-        head = _crc32_of_range(fd, 0, record.payload_offset)
-        if _crc32_of_range(fd, payload_stop, record.nbytes, head) != record.frame_crc32:
-            where = f"outside bytes [{record.payload_offset}, {payload_stop})"
-            raise StorageError(f"{path} is damaged: its header or directory, {where}, is not the recorded one")
+            _check_block(path, fd, start, stop, expected)
+        _check_frame(path, fd, record)
+
+
+def check_frame(path: Path, record: FileRecord) -> None:
+    """Compares a file with its record as far as its size and all that is not payload go.
+
+    The zip directory holds the payload's CRC-32, so a file of another export does not pass either.
+
+    Raises:
+        StorageError: missing, of another size, damaged or foreign.
+    """
+    with storage_errors("read", path), descriptor(path, os.O_RDONLY) as fd:
+        _check_size(path, os.fstat(fd).st_size, record)
+        _check_frame(path, fd, record)
+
+
+def verify_range(path: Path, record: FileRecord, start: int, stop: int) -> None:
+    """Compares every block that holds some of the payload bytes [start, stop) with its record.
+
+    Raises:
+        StorageError: missing, of another size, or different; names the file and the bytes concerned.
+    """
+    start, stop = record.payload_offset + start, record.payload_offset + stop
+    with storage_errors("read", path), descriptor(path, os.O_RDONLY) as fd:
+        _check_size(path, os.fstat(fd).st_size, record)
+        for first, last, expected in _block_ranges(record):
+            if first < stop and start < last:
+                _check_block(path, fd, first, last, expected)
+
+
+def _check_size(path: Path, size: int, record: FileRecord) -> None:
+    if size != record.nbytes:
+        what = "truncated" if size < record.nbytes else "too long"
+        raise StorageError(f"{path} is {what}: {size} bytes instead of {record.nbytes}")
+
+
+def _check_block(path: Path, fd: int, start: int, stop: int, expected: int) -> None:
+    if _crc32_of_range(fd, start, stop) != expected:
+        raise StorageError(f"{path} is damaged: the checksum of bytes [{start}, {stop}) is not the recorded one")
+
+
+def _check_frame(path: Path, fd: int, record: FileRecord) -> None:
+    payload_stop = record.payload_offset + record.payload_bytes
+    head = _crc32_of_range(fd, 0, record.payload_offset)
+    if _crc32_of_range(fd, payload_stop, record.nbytes, head) != record.frame_crc32:
+        where = f"outside bytes [{record.payload_offset}, {payload_stop})"
+        raise StorageError(
+            f"{path} is damaged or of another export: its zip header or directory, {where}, is not the recorded one"
+        )
 
 
 def _block_ranges(record: FileRecord) -> Iterator[tuple[int, int, int]]:

@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from megads_ucp.errors import StorageError
 from megads_ucp.storage.durable import descriptor, pread_all, storage_errors
 from megads_ucp.storage.write import payload_view
+
+# Beside parameters, and in zero/optimizer_state.pt.
+_CLASSES_OF_THE_FORMAT = (SubparamShape, LossScaler, DynamicLossScaler, ZeroStageEnum)
 
 _LOCK = threading.Lock()
 _bytes_read = 0
@@ -175,17 +180,15 @@ def _load(path: Path, *, map_location: str, weights_only: bool = True) -> Any:
 
 @contextmanager
 def _allowlist() -> Iterator[None]:
-    """Lets the stock format's one class pass ``weights_only``.
+    """Lets the classes that the stock format itself uses pass ``weights_only``.
 
-    ``safe_globals`` takes its classes off a process-wide set again on leaving, so threads must not overlap in it and a
-    class that the user had already allowed must not go through it.
+    ``safe_globals`` takes its classes off a process-wide set again on leaving, so threads must not overlap in it and
+    classes that the user had already allowed must not go through it.
     """
     with _LOCK:
-        if SubparamShape in torch.serialization.get_safe_globals():
+        missing = [cls for cls in _CLASSES_OF_THE_FORMAT if cls not in torch.serialization.get_safe_globals()]
+        with torch.serialization.safe_globals(missing):
             yield
-        else:
-            with torch.serialization.safe_globals([SubparamShape]):
-                yield
 
 
 def _merged(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

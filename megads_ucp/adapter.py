@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a DeepSpeed engine is read: its optimizer's own bookkeeping as a :class:`megads_ucp.live.LiveState`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm as ds_comm
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    GROUP_PADDINGS,
+    PARAM_GROUPS,
+    PARAM_SLICE_MAPPINGS,
+    PARTITION_COUNT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+    UNIVERSAL_CHECKPOINT_INFO,
+)
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
+
+from megads_ucp.live import Coordinates, LiveGroup, LiveState
+from megads_ucp.partition import FlatGroup, Member
+
+ATTRIBUTES_USED: dict[type, tuple[str, ...]] = {
+    DeepSpeedEngine: (
+        *("save_checkpoint", "load_checkpoint", "load_universal_checkpoint", "checkpoint_mp_rank", "global_steps"),
+        *("optimizer", "module", "mpu", "_config", "has_moe_layers", "fp16_enabled", "use_node_local_storage"),
+        *("zero_optimization", "zero_optimization_stage", "zero_optimization_partition_gradients"),
+        *("zero_nvme_offload_optimizer", "_common_checkpoint_state"),
+    ),
+    BF16_Optimizer: (
+        *("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition", "real_dp_process_group", "group_paddings"),
+        *("param_names", "optimizer", "using_real_optimizer", "dp_process_group", "state_dict", "_load_global_state"),
+        *("load_hp_checkpoint_state_from_checkpoint_dir", "_hp_optimizer_states_linked"),
+        "_lazy_init_hp_params_optimizer_state",
+    ),
+    DeepSpeedZeroOptimizer: (
+        *("bit16_groups", "round_robin_bit16_groups", "round_robin_bit16_offsets", "round_robin_bit16_meta"),
+        *("bit16_groups_flat", "single_partition_of_fp32_groups", "real_dp_process_group", "groups_padding"),
+        *("param_names", "optimizer", "dp_process_group", "round_robin_gradients", "zenflow", "averaged_gradients"),
+        *("offload_gradient_dict", "cpu_offload", "_link_all_hp_params", "_create_param_mapping", "state_dict"),
+        *("_get_offload_gradient_dict", "_param_slice_mappings", "_load_global_state", "_hp_optimizer_states_linked"),
+        *("load_hp_checkpoint_state_from_checkpoint_dir", "_lazy_init_hp_params_optimizer_state"),
+    ),
+}
+"""Every attribute of DeepSpeed's classes that this package reads, calls or shadows; checked by ``install``."""
+
+
+@dataclass(frozen=True)
+class Bookkeeping:
+    """Where one optimizer class keeps its groups: the same facts under each class's own names."""
+
+    flat: list[torch.Tensor]
+    members: list[list[tuple[torch.nn.Parameter, tuple[int, ...], int]]]
+    """Per group, in flat order: the parameter, its TP-local shape, its offset."""
+    masters: list[torch.Tensor]
+    paddings: str
+    """Name of the list that the optimizer writes as ``group_paddings``."""
+
+
+def bookkeeping(optimizer: Any) -> Bookkeeping:
+    if isinstance(optimizer, BF16_Optimizer):
+        members = []
+        for group in optimizer.bf16_groups:
+            offset, placed = 0, []
+            for parameter in group:  # end to end, see BF16_Optimizer._flatten_dense_tensors_aligned
+                placed.append((parameter, tuple(parameter.shape), offset))
+                offset += parameter.numel()
+            members.append(placed)
+        return Bookkeeping(optimizer.bf16_groups_flat, members, optimizer.fp32_groups_flat_partition, "group_paddings")
+    # The meta tensors keep their shapes while offload_states() holds the parameters' memory elsewhere.
+    members = [
+        [(parameter, tuple(meta.shape), offset) for parameter, meta, offset in zip(*group, strict=True)]
+        for group in zip(
+            optimizer.round_robin_bit16_groups,
+            optimizer.round_robin_bit16_meta,
+            optimizer.round_robin_bit16_offsets,
+            strict=True,
+        )
+    ]
+    return Bookkeeping(
+        optimizer.bit16_groups_flat, members, optimizer.single_partition_of_fp32_groups, "groups_padding"
+    )
+
+
+def why_unsupported(engine: DeepSpeedEngine) -> str | None:
+    """One sentence that says why this engine cannot be exported and what to do; None if it can."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 0:
+        return "ZeRO stage 0 keeps no partitioned master weights: set zero_optimization.stage to 1"
+    if stage == 3:
+        return "ZeRO stage 3 is not supported: set zero_optimization.stage to 1 or 2, or convert with ds_to_universal"
+    if engine.has_moe_layers:
+        return "expert-parallel groups are not supported yet: use the stock converter (ds_to_universal) for MoE models"
+    if engine.zero_nvme_offload_optimizer():
+        return 'NVMe offload is not supported: set zero_optimization.offload_optimizer.device to "cpu" or "none"'
+    if getattr(optimizer, "zenflow", False):
+        return "ZenFlow is not supported: remove zero_optimization.zenflow"
+    if not isinstance(optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer):
+        return f"optimizer class {type(optimizer).__name__} is not supported: use ZeRO stage 1 or 2"
+    if not getattr(optimizer, "using_real_optimizer", True):
+        return "the engine has no optimizer: give deepspeed.initialize one"
+    if engine.use_node_local_storage():
+        return (
+            "checkpoint.use_node_local_storage gives every node a save_dir of its own, but a universal checkpoint is "
+            "one directory: save to a file system all ranks share"
+        )
+    return None
+
+
+def _coordinates(engine: DeepSpeedEngine) -> Coordinates:
+    mpu = engine.mpu
+    for name in ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank"):
+        if hasattr(mpu, name):
+            stage = getattr(mpu, name)()
+            break
+    else:
+        stage = 0
+    return Coordinates(
+        stage=stage,
+        stages=bwc_pipeline_parallel_world_size(mpu),
+        tp_rank=bwc_tensor_model_parallel_rank(mpu),
+        tp_degree=bwc_tensor_model_parallel_world_size(mpu),
+        mp_rank=engine.checkpoint_mp_rank,
+    )
+
+
+def live_state(engine: DeepSpeedEngine) -> LiveState:
+    optimizer = engine.optimizer
+    books = bookkeeping(optimizer)
+    groups = tuple(_live_group(optimizer, books, index) for index in range(len(books.members)))
+    return LiveState(
+        coordinates=_coordinates(engine),
+        groups=groups,
+        unowned=functools.partial(_unowned, engine.module, {m.name for g in groups for m in g.flat.members}),
+        parameters=dict(engine.module.named_parameters(remove_duplicate=False)),
+        module=engine.module,
+        common_optimizer_state=functools.partial(_common_optimizer_state, optimizer),
+        model_state=functools.partial(_model_state, weakref.ref(engine)),
+        half_precision=engine.fp16_enabled(),
+        facts=functools.partial(_facts, weakref.ref(engine)),
+    )
+
+
+def _live_group(optimizer: Any, books: Bookkeeping, index: int) -> LiveGroup:
+    placed = [(optimizer.param_names[parameter], shape, offset) for parameter, shape, offset in books.members[index]]
+    process_group = optimizer.real_dp_process_group[index]
+    ranks = tuple(ds_comm.get_all_ranks_from_group(process_group))
+    members = tuple(Member(name, torch.Size(shape).numel(), offset) for name, shape, offset in placed)
+    masters = books.masters
+    return LiveGroup(
+        flat=FlatGroup(members, books.flat[index].numel(), len(ranks)),
+        shapes={name: shape for name, shape, _ in placed},
+        ranks=ranks,
+        shard_rank=ds_comm.get_rank(group=process_group),
+        master=lambda: masters[index],
+        # Through the optimizer each time: DeepSpeed replaces Adagrad after it has partitioned.
+        state=lambda: optimizer.optimizer.state[masters[index]],
+        hyperparameters=lambda: {k: v for k, v in optimizer.optimizer.param_groups[index].items() if k != "params"},
+        set_hyperparameters=lambda values: optimizer.optimizer.param_groups[index].update(values),
+    )
+
+
+def _unowned(module: torch.nn.Module, owned: set[str]) -> dict[str, torch.Tensor]:
+    """The tensors of the module's state dict that no optimizer owns; a tied parameter's other names are among them."""
+    found = {
+        name: parameter.detach()
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if name not in owned
+    }
+    for prefix, submodule in module.named_modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            if name not in submodule._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer.detach()
+    return found
+
+
+def _common_optimizer_state(optimizer: Any) -> dict[str, Any]:
+    """What zero/optimizer_state.pt holds: ds_to_universal._save_optimizer_state, without its detour over files.
+
+    The converter reads through ZeROCheckpoint.get_state_for_rank, which clears the paddings it has stripped and sets
+    the partition count to the degree of the file grid; so do we.
+    """
+    sharded = (BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
+    state = {key: value for key, value in optimizer.state_dict().items() if key not in sharded}
+    state[GROUP_PADDINGS] = [0] * len(state[GROUP_PADDINGS])
+    degree = ds_comm.get_world_size(group=optimizer.dp_process_group)
+    state[PARTITION_COUNT] = [degree] * len(state[PARTITION_COUNT])
+    state[PARAM_GROUPS] = optimizer.optimizer.state_dict()[PARAM_GROUPS]
+    return state
+
+
+def _model_state(
+    engine_ref: weakref.ref[DeepSpeedEngine], client_state: Mapping[str, Any], exclude_frozen: bool
+) -> dict[str, Any]:
+    """What DeepSpeedEngine._save_checkpoint writes to this rank's mp_rank file, without ``module``."""
+    engine = engine_ref()
+    assert engine is not None
+    save_frozen = engine.zero_optimization_partition_gradients() and not exclude_frozen
+    state: dict[str, Any] = engine._common_checkpoint_state(None, engine.zero_optimization(), save_frozen)
+    info = getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None)
+    if info is not None:
+        state[UNIVERSAL_CHECKPOINT_INFO] = info
+    state.update(client_state)
+    del state["module"]
+    return state
+
+
+def _facts(engine_ref: weakref.ref[DeepSpeedEngine]) -> dict[str, Any]:
+    engine = engine_ref()
+    assert engine is not None
+    return {
+        "global_steps": engine.global_steps,
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "zero_optimizer": type(engine.optimizer).__name__,
+        "base_optimizer": type(engine.optimizer.optimizer).__name__,
+        "model_dtype": str(next(engine.module.parameters()).dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A universal checkpoint as a resume sees it, and the reading of one fragment from one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, VOCAB_TENSOR
+
+from megads_ucp import storage
+from megads_ucp.errors import LayoutError, StorageError
+from megads_ucp.layout.core import Box, Layout, build_layout
+from megads_ucp.live import STEP
+from megads_ucp.plan import cut_box
+
+_SPAN_BYTES = 32 << 20
+"""Bytes read at a time where a fragment's rows hold other ranks' columns too."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A parameter's file, its header read, and what the manifest knows about it (None without a manifest)."""
+
+    tensor: storage.TensorFile
+    record: storage.FileRecord | None
+
+
+class Checkpoint:
+    """A universal checkpoint directory, written by us or by the stock converter (then without a manifest).
+
+    Raises:
+        StorageError: on construction, if the directory is not one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._zero = directory / "zero"
+        if not self._zero.is_dir():
+            raise StorageError(f"{directory} has no directory zero: it is not a universal checkpoint.")
+        self.manifest = storage.read_manifest(directory) if (directory / storage.MANIFEST).exists() else None
+
+    @cached_property
+    def _records(self) -> dict[str, storage.FileRecord]:
+        if self.manifest is None:
+            return {}
+        return {entry["path"]: storage.FileRecord.from_json(entry) for entry in self.manifest["files"]}
+
+    def has(self, parameter: str) -> bool:
+        return (self._zero / parameter).is_dir()
+
+    def states(self, parameter: str) -> list[str]:
+        """Names of the states the checkpoint has for a parameter, ``step`` included."""
+        return storage.state_names(self._zero / parameter)
+
+    def file(self, parameter: str, state: str) -> File:
+        """The file of one state, checked as far as that goes without reading its tensor.
+
+        Raises:
+            StorageError: missing, truncated, or not the file that the manifest describes.
+        """
+        record = self._checked_record(f"zero/{parameter}/{state}.pt")
+        return File(storage.open_tensor(self._zero / parameter / f"{state}.pt"), record)
+
+    def step(self, parameter: str) -> Any:
+        """The step of a parameter, None if the optimizer that saved kept none."""
+        if STEP not in self.states(parameter):
+            return None
+        self._checked_record(f"zero/{parameter}/{STEP}.pt")
+        return storage.read_object(self._zero / parameter / f"{STEP}.pt")
+
+    def common_state(self) -> dict[str, Any]:
+        """Content of zero/optimizer_state.pt."""
+        self._checked_record("zero/optimizer_state.pt")
+        state: dict[str, Any] = storage.read_object(self._zero / "optimizer_state.pt")
+        return state
+
+    def info(self) -> Mapping[str, Any] | None:
+        """The ``universal_checkpoint_info`` of the run that saved it."""
+        for path in sorted(self.directory.glob("mp_rank_*_model_states.pt")):
+            # Client state may hold any object, so this file is trusted as far as DeepSpeed's own load of it trusts it.
+            state: dict[str, Any] = storage.read_object(path, weights_only=False)
+            return state.get(UNIVERSAL_CHECKPOINT_INFO)
+        raise StorageError(f"{self.directory} has no mp_rank_*_model_states.pt: it is not a universal checkpoint.")
+
+    def group_of_parameter(self) -> dict[str, int]:
+        """Index of the parameter group that each parameter was saved in; empty without a manifest."""
+        groups = self.manifest["groups"] if self.manifest is not None else []
+        return {name: group["index"] for group in groups for name in group["parameters"]}
+
+    def _checked_record(self, path: str) -> storage.FileRecord | None:
+        record = self._records.get(path)
+        if record is not None:
+            storage.check_frame(self.directory / path, record)
+        elif self.manifest is not None:
+            raise StorageError(f"{self.directory / path} is not in the manifest of {self.directory}.")
+        return record
+
+
+@dataclass(frozen=True)
+class Read:
+    """Part of one file on its way into a 1-D live tensor.
+
+    Attributes:
+        file: where it comes from.
+        boxes: what of the full tensor is wanted, in shard coordinates that start at ``shard_start``.
+        target_start, numel: the elements of the live tensor that it fills; those in no box become zero.
+        target: returns the live tensor.
+    """
+
+    file: File
+    boxes: tuple[Box, ...]
+    shard_start: int
+    target_start: int
+    numel: int
+    target: Callable[[], torch.Tensor]
+
+    def run(self, verify: bool) -> None:
+        """Read it, at most ``_SPAN_BYTES`` at a time.
+
+        Raises:
+            StorageError: the file is shorter than it was, or (``verify``) differs from its record.
+        """
+        live = self.target().detach().narrow(0, self.target_start, self.numel)
+        if sum(box.numel for box in self.boxes) < self.numel:
+            live.zero_()
+        tensor = self.file.tensor
+        for box in self.boxes:
+            for part in cut_box(box, max(_SPAN_BYTES // tensor.dtype.itemsize, 1), spans=True):
+                first, last = part.full_span
+                if verify and self.file.record is not None:
+                    itemsize = tensor.dtype.itemsize
+                    storage.verify_range(tensor.path, self.file.record, first * itemsize, last * itemsize)
+                view = part.shard_view(live, self.shard_start)
+                dense = part.numel == last - first and view.is_contiguous() and part.scale == 1.0
+                if dense and live.device.type == "cpu" and live.dtype == tensor.dtype:
+                    tensor.read(first, part.numel, view.view(-1))
+                    continue
+                values = tensor.read(first, last - first, torch.empty(last - first, dtype=tensor.dtype))
+                view.copy_(part.full_view(values, first))
+                if part.scale != 1.0:
+                    view.mul_(part.scale)
+
+
+def fitting_layout(layout: Layout, file: storage.TensorFile) -> Layout:
+    """The layout, with the vocabulary cut where the file has it; the target may be padded to another size.
+
+    Raises:
+        LayoutError: the file's shape is not what the target model's shards make.
+    """
+    if file.metadata.get(VOCAB_TENSOR) and layout.shape[1:] == file.shape[1:] and layout.rule.kind == "split":
+        rule = replace(layout.rule, vocabulary_size=file.shape[0])
+        layout = build_layout(layout.name, rule, layout.shard_shapes)
+    if layout.shape != file.shape:
+        raise LayoutError(
+            f"{file.path} has shape {file.shape}, but in this model the shards {list(layout.shard_shapes)} of "
+            f"{layout.name} make shape {layout.shape} (source: {layout.rule.source}). Load it into the same model."
+        )
+    return layout
