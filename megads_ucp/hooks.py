@@ -77,9 +77,9 @@ def attachment(engine: DeepSpeedEngine) -> Attachment:
 def _check_deepspeed() -> None:
     """Raise UnsupportedError if a class lacks an attribute in use; attributes of instances count by their mention."""
     for cls, wanted in ATTRIBUTES_USED.items():
-        members = {name: member for base in cls.__mro__ for name, member in vars(base).items()}
-        functions = [member for member in members.values() if inspect.isfunction(member)]
-        known = set(members).union(*(function.__code__.co_names for function in functions))
+        members = [(name, member) for base in cls.__mro__ for name, member in vars(base).items()]
+        mentioned = (member.__code__.co_names for _, member in members if inspect.isfunction(member))
+        known = {name for name, _ in members}.union(*mentioned)
         if missing := [name for name in wanted if name not in known]:
             import deepspeed
 
