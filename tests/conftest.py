@@ -3,23 +3,43 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-import tests.ranks  # noqa: F401
+from tests.ranks import run_ranks
 
-_ABANDONED_SECONDS = 600
+_BUILD_SECONDS = 1800  # a minute or so on an idle machine
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps C++ extensions that DeepSpeed builds (DeepSpeedCPUAdam) from session to session, in pytest's own cache."""
-    if config.cache is None:  # -p no:cacheprovider
-        return
-    extensions = config.cache.mkdir("torch_extensions")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions)
-    # torch waits for ever for the owner of a lock, even one that was killed in the middle of a build.
-    for lock in extensions.rglob("lock"):
-        if time.time() - lock.stat().st_mtime > _ABANDONED_SECONDS:
-            lock.unlink(missing_ok=True)
+    """Keeps the C++ extensions that DeepSpeed builds from session to session, in pytest's own cache."""
+    if config.cache is not None:  # None under -p no:cacheprovider
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(config.cache.mkdir("torch_extensions"))
+
+
+@pytest.fixture(scope="session")
+def build_op() -> Callable[[str], None]:
+    """`build_op("CPUAdamBuilder")` has one of DeepSpeed's extensions ready before the ranks of a test load it.
+
+    Compiled inside a test it would count against that test's timeout, and a job killed in the middle of a build leaves
+    torch's lock file, for which later builds wait for ever. The operating system frees the lock taken here by itself.
+    """
+
+    def load(builder: str) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        extensions = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+        op = get_accelerator().create_op_builder(builder)
+        with (extensions / f"{builder}.building").open("w") as building:
+            fcntl.flock(building, fcntl.LOCK_EX)
+            (extensions / op.name / "lock").unlink(missing_ok=True)
+            op.load()
+
+    def build(builder: str) -> None:
+        run_ranks(load, 1, builder, timeout=_BUILD_SECONDS)
+
+    return build

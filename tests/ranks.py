@@ -36,7 +36,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -218,12 +218,24 @@ class _Rank:
             with suppress(OSError):
                 self.pipe.send_bytes(b"leave")
             self.process.join(_POLL_SECONDS * 10)
-        assert self.process.pid is not None
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # again, by its own id: it may not have made its group yet
+        self.process.kill()
         self.process.join()
         self.pipe.close()
+        assert self.process.pid is not None
+        while pids := list(_session(self.process.pid)):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def _session(leader: int) -> Iterator[int]:
+    """Living processes of a rank's session: what it started, orphans and own process groups (compilers) included."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended while we looked
+            state, _, _, session = status.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state not in "ZX":
+                yield int(status.parent.name)
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float, expected: Mapping[int, int]) -> None:
@@ -295,7 +307,7 @@ def _remove_shared_memory(pids: Iterable[int | None]) -> None:
 
 def _rank_main(job: _Job, pipe: connection.Connection, fn: Callable[..., Any], args: Sequence[Any]) -> NoReturn:
     """The life of one rank, from the fork to its exit. Nothing of the parent's (pytest, atexit) runs after it."""
-    os.setpgid(0, 0)
+    os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed pytest leaves no ranks behind
     try:
         _redirect_output(job.log)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,17 @@ def test_the_stock_converter_rebuilds_the_full_weights_of_a_gpt(tmp_path: Path) 
         full = torch.load(universal / "zero" / name / "fp32.pt", weights_only=False)["param"]
         for rank in range(2):
             assert torch.equal(gpt.shard(name, full, rank, 2), shards[rank][name]), name
+
+
+@pytest.mark.slow  # builds a C++ extension, once per pytest cache
+def test_offload_with_deepspeeds_own_cpu_optimizer_trains(build_op: Callable[[str], None]) -> None:
+    build_op("CPUAdamBuilder")
+
+    def body() -> tuple[str, list[float]]:
+        adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+        engine = initialize(MLP(), "cpu_offload", config=adam)
+        return type(engine.optimizer.optimizer).__name__, train(engine, mlp_batches(0, 3))
+
+    (name, losses), _ = run_ranks(body, 2)
+    assert name == "DeepSpeedCPUAdam"
+    assert all(math.isfinite(loss) for loss in losses)

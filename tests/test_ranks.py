@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -121,6 +122,21 @@ def test_shared_memory_of_killed_ranks_is_removed() -> None:
     run_ranks(body, 2, expect_death={0: signal.SIGKILL, 1: signal.SIGKILL})
     left = {path.name for path in Path("/dev/shm").iterdir()} - before
     assert not [name for name in left if name.endswith("_left")]
+
+
+def test_what_a_killed_rank_started_ends_with_it(tmp_path: Path) -> None:
+    def body() -> None:
+        # In a process group of its own, as ninja starts compilers.
+        child = subprocess.Popen(["sh", "-c", "set -m; sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        (tmp_path / "pid").write_text(child.stdout.readline().strip())
+        raise ValueError("time to go")
+
+    with pytest.raises(RankError, match="time to go"):
+        run_ranks(body, 1)
+    pid = (tmp_path / "pid").read_text()
+    assert pid.isdigit()
+    assert not Path("/proc", pid, "exe").exists()
 
 
 def test_threads_in_the_parent_are_named() -> None:
