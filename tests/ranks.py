@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -155,6 +156,9 @@ def _import_stack() -> None:
         with suppress(ImportError):  # an extra: tests that need it say so with pytest.importorskip
             import megatron.core.models.gpt
             import megatron.core.tensor_parallel  # noqa: F401
+    # BF16_Optimizer collects garbage several times per group (see_memory_usage). Frozen objects are neither walked
+    # nor, for their marks, copied in every rank, which takes a collection from 0.3 s to nothing.
+    gc.freeze()
 
 
 def _warn_of_threads() -> None:
