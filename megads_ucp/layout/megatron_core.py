@@ -222,7 +222,7 @@ class _Names:
         self._by_memory: dict[Any, list[str]] = {}
         for name, tensor in tensors.items():
             self._by_id.setdefault(id(tensor), []).append(name)
-            if tensor.numel():
+            if tensor.data_ptr():  # neither empty nor, as under DeepSpeed's offload_states(), elsewhere
                 self._by_memory.setdefault(_memory(tensor), []).append(name)
 
     def of(self, entry: _Entry) -> Sequence[str]:

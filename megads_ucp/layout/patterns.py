@@ -296,28 +296,23 @@ def _vocabulary_size(info: Mapping[str, Any], name: str) -> int:
     return int(size)
 
 
+@dataclass(frozen=True)
 class _Matches:
     """What one pattern matches in a model, and which of those matches look like accidents."""
 
-    def __init__(self, pattern: str, names: Iterable[str]) -> None:
-        try:
-            loose = re.compile(pattern)
-            # The pattern as its author most likely meant it: a dot that stands alone separates components of a name.
-            self._meant = re.compile(re.sub(r"(?<!\\)\.(?![*+?{])", r"\\.", pattern))
-        except re.error as error:
-            raise LayoutError(f"universal_checkpoint_info holds the invalid pattern {pattern!r}: {error}.") from error
-        self.names = [name for name in names if loose.match(name)]
-        self._in_full = {name for name in self.names if self._meant.fullmatch(name)}
+    pattern: str
+    names: Sequence[str]
+    in_full: frozenset[str]
 
     def accident(self, name: str) -> str | None:
         """Why the match of ``name`` is likely unintended, in words that follow the pattern; None if it is not."""
-        if name in self._in_full:
+        if name in self.in_full:
             return None
-        match = self._meant.match(name)
+        match = re.match(_as_meant(self.pattern), name)
         if match is None:
             return "matches it only because a dot in it stands for any character"
-        if self._in_full:
-            return f"is in full {min(self._in_full)} and matches this longer name by its beginning only"
+        if self.in_full:
+            return f"is in full {min(self.in_full)} and matches this longer name by its beginning only"
         if name[match.end() :][:1] not in (".", "") and not match[0].endswith("."):
             return f"matches it only up to the middle of a word ({match[0]!r})"
         return None
@@ -326,4 +321,23 @@ class _Matches:
 def _all_matches(patterns: Iterable[str], names: Sequence[str]) -> dict[str, _Matches]:
     # Machine-made patterns are exact, one per parameter; trying each on each name would take minutes for large models.
     exact = {rf"^{re.escape(name)}$": name for name in names}
-    return {pattern: _Matches(pattern, [exact[pattern]] if pattern in exact else names) for pattern in patterns}
+    return {
+        pattern: _Matches(pattern, [exact[pattern]], frozenset([exact[pattern]]))
+        if pattern in exact
+        else _matches(pattern, names)
+        for pattern in patterns
+    }
+
+
+def _matches(pattern: str, names: Sequence[str]) -> _Matches:
+    try:
+        loose, meant = re.compile(pattern), re.compile(_as_meant(pattern))
+    except re.error as error:
+        raise LayoutError(f"universal_checkpoint_info holds the invalid pattern {pattern!r}: {error}.") from error
+    matched = [name for name in names if loose.match(name)]
+    return _Matches(pattern, matched, frozenset(name for name in matched if meant.fullmatch(name)))
+
+
+def _as_meant(pattern: str) -> str:
+    """The pattern as its author most likely meant it: a dot that stands alone separates components of a name."""
+    return re.sub(r"(?<!\\)\.(?![*+?{])", r"\\.", pattern)
