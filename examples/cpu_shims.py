@@ -26,6 +26,7 @@ def install_without_accelerator() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     _answer_random_state_from_the_cpu()
     _skip_compiling_shared_memory_collectives()
+    get_accelerator().is_fp16_supported = lambda: True  # without hardware for it, PyTorch is slow and right
 
 
 def _answer_random_state_from_the_cpu() -> None:
@@ -37,8 +38,8 @@ def _answer_random_state_from_the_cpu() -> None:
     def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
         torch.set_rng_state(state)
 
-    torch.cuda.get_rng_state = get_state  # type: ignore[assignment]
-    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = get_state
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     megatron_random._get_cuda_rng_state = get_state
     megatron_random._set_cuda_rng_state = set_state
 
