@@ -28,18 +28,22 @@ class Snapshot:
         self._groups = [
             {name: state.detach().to("cpu") for name, state in group.sharded_states().items()} for group in live.groups
         ]
-        self._unowned = live.unowned() if live.groups[0].shard_rank == 0 else {}
+        unowned = live.unowned() if live.groups[0].shard_rank == 0 else {}
+        # Flat views, which cost nothing: a frozen model is large, and is asked for a bucket at a time.
+        self._unowned = {name: value.detach().reshape(-1) for name, value in unowned.items()}
 
     def holding(self, transfer: Transfer, extent: Extent) -> torch.Tensor:
         """The 1-D values of one of this rank's own holdings in the extent's state.
+
+        What no optimizer owns comes as the model has it, on its device and in its dtype; copying it into a message or
+        an extent makes it fp32, as the stock converter writes it (ds_to_universal.main, "fp32_path").
 
         Raises:
             PlanError: the optimizer no longer has the state.
         """
         group, fragment = transfer.holding.group, transfer.holding.fragment
         if group == UNOWNED:
-            # As the stock converter writes what no optimizer owns (ds_to_universal.main, "fp32_path").
-            return self._unowned[fragment.name].to("cpu").float().reshape(-1)
+            return self._unowned[fragment.name]
         states = self._groups[group]
         if extent.state.name not in states:
             raise PlanError(f"the optimizer has no state {extent.state.name} for parameter {fragment.name} any more.")
@@ -98,9 +102,6 @@ class Sink:
         self._buffers, self._frames = buffers, frames
         self._threads = ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="megads_ucp-writer")
         self._writes: dict[int, Future[storage.ExtentRecord]] = {}
-        for index, buffer in buffers.items():
-            if not buffer.numel():  # nothing will arrive for it
-                self.arrived(index)
 
     def lay(self, transfer: Transfer, values: list[torch.Tensor]) -> None:
         """Put one transfer's boxes into their extent's buffer.
@@ -113,7 +114,7 @@ class Sink:
         subject = self._plan.subjects[extent.subject]
         for box, value in zip(transfer.boxes, values, strict=True):
             if box.scale != 1.0:
-                value = _unscaled(value, box.scale, subject.name, extent.state.name)
+                value = _unscaled(value.to(extent.state.written), box.scale, subject.name, extent.state.name)
             target = box.full_view(self._buffers[transfer.extent], extent.start)
             if transfer.turn == 0:
                 target.copy_(value)
@@ -145,6 +146,9 @@ class Sink:
             PlanError: nothing arrived for some extent.
             StorageError: a write failed.
         """
+        for index, buffer in self._buffers.items():
+            if not buffer.numel():  # nothing travels for it
+                self.arrived(index)
         self._threads.shutdown(wait=True)
         if absent := [index for index in self._buffers if index not in self._writes]:
             raise PlanError(f"nobody sent {file_name(self._plan, self._plan.extents[absent[0]])}.")
@@ -168,9 +172,12 @@ def _unscaled(value: torch.Tensor, scale: float, parameter: str, state: str) -> 
 
 def _check_replica(laid: torch.Tensor, copy: torch.Tensor, parameter: str, state: str, tp_rank: int) -> None:
     copy = copy.to(laid.dtype)
-    if torch.equal(laid, copy) or torch.equal(laid.nan_to_num(), copy.nan_to_num()):
+    if torch.equal(laid, copy):
         return
-    largest = (laid.double() - copy.double()).abs().max().item()
+    differing = (laid != copy) & ~(laid.isnan() & copy.isnan())  # a NaN differs from itself, but has not drifted
+    if not differing.any():
+        return
+    largest = (laid.double() - copy.double()).abs()[differing].max().item()
     raise LayoutError(
         f"parameter {parameter}, state {state}: tensor-parallel rank {tp_rank}'s copy differs from another rank's by "
         f"up to {largest:.3g}. Replicas have drifted apart: look for a missing all-reduce of its gradient (sequence "

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words of a plan: who holds what, who writes what, what travels. Data only."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megads_ucp.layout.core import Box, Layout
+from megads_ucp.partition import Fragment
+
+MESSAGE_ALIGNMENT = 8
+"""Transfers start at multiples of so many bytes in a message, so that any dtype can be viewed in it."""
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One state of a parameter: its name, its dtype on the ranks and in the file."""
+
+    name: str
+    live: torch.dtype
+    written: torch.dtype
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A fragment of a parameter in some rank's partition of one of its groups (-1: not owned by the optimizer)."""
+
+    rank: int
+    tp_rank: int
+    group: int
+    fragment: Fragment
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A parameter to be exported: how it is cut, its states, and everybody who holds a part of it."""
+
+    layout: Layout
+    states: tuple[StateSpec, ...]
+    holdings: tuple[Holding, ...]
+    owned: bool = True
+    """Whether an optimizer owns it. Copies of what none owns (buffers) may differ; the first one is written, or
+    their mean where the layout says so."""
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    def metadata(self) -> dict[str, Any]:
+        """The keys beside "param" in its files; the stock converter gives none to what no optimizer owns."""
+        return self.layout.metadata() if self.owned else {}
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Elements [start, stop) of the file of one state of ``subjects[subject]``, and the rank that writes them."""
+
+    subject: int
+    state: StateSpec
+    start: int
+    stop: int
+    writer: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.state.written.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The boxes of one holding that lie in one extent, ``numel`` elements in all.
+
+    ``turn`` 0 lays elements down; every later turn brings another tensor-parallel rank's copy of them, to be compared
+    or added. A writer takes the turns of an extent in order.
+    """
+
+    extent: int
+    holding: Holding
+    boxes: tuple[Box, ...]
+    numel: int
+    turn: int
+    round: int = 0
+
+
+def message_bytes(numel: int, itemsize: int) -> int:
+    """The room a transfer of ``numel`` elements takes in a message."""
+    return -(-numel * itemsize // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank does in one export. ``transfers`` are in the order in which each writer takes them."""
+
+    subjects: tuple[Subject, ...]
+    extents: tuple[Extent, ...]
+    transfers: tuple[Transfer, ...]
+
+    def writer(self, transfer: Transfer) -> int:
+        return self.extents[transfer.extent].writer
+
+    def size(self, transfer: Transfer) -> int:
+        """Bytes the transfer takes in a message."""
+        return message_bytes(transfer.numel, self.extents[transfer.extent].state.live.itemsize)
+
+    @cached_property
+    def rounds(self) -> int:
+        return max((transfer.round for transfer in self.transfers), default=-1) + 1
+
+    @cached_property
+    def bytes_by_writer(self) -> dict[int, int]:
+        """Payload bytes each rank writes; ranks that write none are absent."""
+        written: dict[int, int] = defaultdict(int)
+        for extent in self.extents:
+            written[extent.writer] += extent.nbytes
+        return dict(written)
+
+    @cached_property
+    def bytes_moved(self) -> int:
+        """Bytes that leave one rank for another."""
+        return sum(self.size(t) for t in self.transfers if t.holding.rank != self.writer(t))
+
+    def imbalance(self, world: int) -> float:
+        """Bytes of the busiest writer over the mean of all ``world`` ranks; 1.0 is perfect."""
+        total = sum(self.bytes_by_writer.values())
+        return max(self.bytes_by_writer.values()) * world / total if total else 1.0
+
+    def incoming(self, rank: int) -> list[Transfer]:
+        """What ``rank`` lays down, its own holdings included, in order."""
+        return [transfer for transfer in self.transfers if self.writer(transfer) == rank]
+
+    def outgoing(self, rank: int) -> list[Transfer]:
+        """What ``rank`` sends to other ranks, in order."""
+        return [t for t in self.transfers if t.holding.rank == rank and self.writer(t) != rank]
