@@ -385,6 +385,7 @@ def test_a_mistyped_pattern_is_an_error_where_a_parameter_is_left_to_the_default
 
 COLUMN, ROW = (Rule("split", f"dim {dim}", dim=dim) for dim in (0, 1))
 REPLICATED = Rule("replicated", "whole")
+AVERAGED = Rule("averaged", "drifting")
 HALVES = Rule("split", "halves", dim=0, sub_sizes=(4, 4), style="n_sub_params")
 QKV = Rule("split", "qkv", dim=0, sub_sizes=(4, 2, 2), style="sub_param_shape", sub_param_patterns=("w",))
 SHAPES = {"w": [(4, 8), (4, 8)]}
@@ -458,6 +459,19 @@ def test_only_the_next_source_refines():
     result = choose((Trust.ATTRIBUTES, COLUMN), (Trust.INTEGRATION, QKV), (Trust.PATTERNS, HALVES))
     assert result.rules == {"w": QKV}
     assert len(result.warnings) == 1
+
+
+@pytest.mark.parametrize("trust", [Trust.LAYERS, Trust.ATTRIBUTES, Trust.INTEGRATION])
+def test_copies_that_a_client_says_drift_apart_are_averaged_whoever_calls_them_replicated(trust):
+    assert choose((trust, REPLICATED), (Trust.PATTERNS, AVERAGED)) == Resolution({"w": AVERAGED}, ())
+    # A lower source that calls them replicated as well was no more wrong than the highest.
+    lower = (Trust.PATTERNS, REPLICATED)
+    assert choose((Trust.LAYERS, REPLICATED), (Trust.INTEGRATION, AVERAGED), lower) == Resolution({"w": AVERAGED}, ())
+    # What is split cannot be averaged, and a doubtful word does not suffice.
+    split = choose((trust, COLUMN), (Trust.PATTERNS, AVERAGED))
+    assert (split.rules, len(split.warnings)) == ({"w": COLUMN}, 1)
+    doubtful = choose((trust, REPLICATED), (Trust.PATTERNS, AVERAGED), doubt="matched by accident")
+    assert (doubtful.rules, len(doubtful.warnings)) == ({"w": REPLICATED}, 1)
 
 
 def test_a_doubtful_refinement_is_neither_followed_nor_ignored():

@@ -2,6 +2,7 @@
 """One rule per parameter out of what several sources claim.
 
 The highest trust wins. A lower source that says otherwise is overridden, with one warning in all that lists what was.
+One that only says more (sub-parameters of what attributes call one block, copies that are to be averaged) is followed.
 It is an error if two sources of equal trust disagree, or if a parameter has no source, or none but a doubtful one.
 """
 
@@ -114,13 +115,27 @@ def _decide(name: str, shapes: Shapes, ordered: Sequence[Claim], tp_degree: int)
         if other.trust == top.trust and not _agree(name, rule, other.rules[name], shapes):
             return f"{_says(rule)}, but {_says(other.rules[name])}, and both are trusted equally"
     lower = [claim for claim in stated if claim.trust < top.trust]
+    finer = _finer(name, rule, top.trust, lower)
+    if finer is not None and name in finer.doubts:
+        return f"{_says(rule)}; whether in sub-parameters is in doubt: {finer.doubts[name]}"
+    chosen = rule if finer is None else finer.rules[name]
+    losers = [claim.rules[name] for claim in lower if not _agree(name, chosen, claim.rules[name], shapes)]
+    if chosen.kind == "averaged":  # who says replicated is refined, not overridden
+        losers = [loser for loser in losers if not _refines(chosen, loser)]
+    return _Verdict(chosen, tuple(losers))
+
+
+def _finer(name: str, rule: Rule, trust: Trust, lower: Sequence[Claim]) -> Claim | None:
+    """The claim of lower trust that tells more about the parameter than ``rule``, and does not contradict it."""
+    # Whether copies drift apart is a matter of how they are trained. Layers call all copies replicated; only the
+    # client can know better.
+    if rule.kind == "replicated":
+        sure = (claim for claim in lower if name not in claim.doubts)
+        return next((claim for claim in sure if _refines(claim.rules[name], rule)), None)
     # Attributes know no sub-parameters where a client keeps them to itself, so the next source may say more.
-    if top.trust == Trust.ATTRIBUTES and lower and _refines(lower[0].rules[name], rule):
-        if name in lower[0].doubts:
-            return f"{_says(rule)}; whether in sub-parameters is in doubt: {lower[0].doubts[name]}"
-        rule = lower[0].rules[name]
-    losers = [claim.rules[name] for claim in lower]
-    return _Verdict(rule, tuple(loser for loser in losers if not _agree(name, rule, loser, shapes)))
+    if trust == Trust.ATTRIBUTES and lower and _refines(lower[0].rules[name], rule):
+        return lower[0]
+    return None
 
 
 def _by_default(name: str, shapes: Shapes, ordered: Sequence[Claim], tp_degree: int) -> _Verdict | str:
@@ -174,7 +189,10 @@ def _widths(rule: Rule, shapes: Shapes) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _refines(finer: Rule, coarse: Rule) -> bool:
-    """Whether ``finer`` tells the sub-parameters of what ``coarse`` calls one block split along the same dimension."""
+    """Whether ``finer`` tells the sub-parameters of what ``coarse`` calls one block split along the same dimension, or
+    that copies which ``coarse`` calls replicated are to be averaged."""
+    if coarse.kind == "replicated":
+        return finer.kind == "averaged"
     if coarse.kind != "split" or coarse.style != "plain":
         return False
     return finer.kind == "affine" or (finer.kind == "split" and finer.dim == coarse.dim and finer.style != "plain")
