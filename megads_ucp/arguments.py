@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--universal-checkpoint-export-timeout-minutes",
-        type=int,
+        type=float,
         default=default.timeout_minutes,
         metavar="MINUTES",
         help="how long a rank waits for its peers before the export is given up (default: %(default)s)",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,24 +19,25 @@ class ExportConfig:
         enabled: write ``<tag>_universal`` beside every regular checkpoint.
         strict: a failed export raises on every rank; otherwise it is reported and training goes on.
         bucket_mb: bytes in flight per rank and direction during the exchange, in MiB.
-        timeout_minutes: how long a rank waits for its peers before the export is given up.
+        timeout_minutes: how long a rank waits for its peers before the export is given up; fractions are allowed.
         verify: a resume checks everything it reads against the manifest's checksums.
     """
 
     enabled: bool = False
     strict: bool = False
     bucket_mb: int = 64
-    timeout_minutes: int = 30
+    timeout_minutes: float = 30.0
     verify: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            wanted = bool if isinstance(field.default, bool) else int
-            if type(value) is not wanted:
+            value, wanted = getattr(self, field.name), type(field.default)
+            if type(value) is not wanted and (wanted, type(value)) != (float, int):
                 raise ValueError(f"{CONFIG_SECTION}.{field.name} must be {wanted.__name__}, not {value!r}")
-        if self.bucket_mb < 1 or self.timeout_minutes < 1:
-            raise ValueError(f"{CONFIG_SECTION}: bucket_mb and timeout_minutes must be at least 1, not {self}")
+        if self.bucket_mb < 1:
+            raise ValueError(f"{CONFIG_SECTION}.bucket_mb must be at least 1, not {self.bucket_mb}")
+        if not 0 < self.timeout_minutes < math.inf:
+            raise ValueError(f"{CONFIG_SECTION}.timeout_minutes must be above 0, not {self.timeout_minutes}")
 
     @classmethod
     def from_arguments(cls, args: Any) -> ExportConfig:

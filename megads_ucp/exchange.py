@@ -8,6 +8,9 @@ collectives of training, and takes no accelerator memory.
 from __future__ import annotations
 
 import datetime
+import time
+import traceback
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,18 +26,97 @@ from megads_ucp.plan import Extent, Plan, Transfer
 
 _LONGEST_REASON = 2000
 
+_HUNG_UP, _FIRST = "megads_ucp/hung_up", "megads_ucp/hung_up_first"
+"""Keys in the group's store: how many ranks have hung up, and why the first one did."""
+
+_ROLL_CALL_SECONDS = 5.0
+"""How long ranks that have hung up may take to say so; they learn of each other within milliseconds."""
+
 
 class Disagreement(UniversalCheckpointError):
     """A step failed on some rank; raised on all of them, naming every rank that failed and why."""
 
 
-class Channel:
-    """All ranks of the job, on a process group of our own. Making one is collective."""
+class ChannelError(UniversalCheckpointError):
+    """Some rank does not answer any more. The channel is closed; :meth:`Channel.abandoned` tells all ranks so."""
 
-    def __init__(self, timeout_minutes: int) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
+
+class Pending:
+    """A message under way. The channel can drop it: while anything holds a message, gloo keeps its connections open."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        assert self._work is not None, "waited for a message on a closed channel"
+        self._work.wait()
+
+    def drop(self) -> None:
+        self._work = None
+
+
+class Channel:
+    """All ranks of the job, on a process group of our own. Making one is collective.
+
+    Whoever meets an error on it hangs up, which closes its connections: so all ranks that wait for it, and all that
+    wait for those, hang up as well, within milliseconds and not after the timeout.
+    """
+
+    def __init__(self, timeout_minutes: float) -> None:
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+        self._store = self._group.get_group_store()
+        self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
+
+    def abandoned(self) -> bool:
+        """Whether any rank has hung up, so that all need a new channel. To be asked when no rank is using it."""
+        return self._group is None or self._store.add(_HUNG_UP, 0) > 0
+
+    @contextmanager
+    def talking(self, doing: str) -> Iterator[None]:
+        """Communicate in the body; any failure that is not one of ours ends the channel.
+
+        Raises:
+            ChannelError: says which ranks have gone silent, as far as that can be told.
+        """
+        if self._group is None:
+            raise ChannelError(f"{doing} failed: this rank has hung up before.")
+        try:
+            yield
+        except UniversalCheckpointError:
+            raise
+        except Exception as error:  # gloo raises RuntimeError for all its troubles
+            raise ChannelError(f"{doing} failed: {self.hang_up(error)}") from error
+
+    def hang_up(self, reason: BaseException) -> str:
+        """Close the connections, and find out which ranks have died: those that do not hang up as well."""
+        for pending in list(self._pending):
+            pending.drop()
+        traceback.clear_frames(reason.__traceback__)  # the frames of a failed collective hold the group, too
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+        del group
+        return self._roll_call(reason)
+
+    def _roll_call(self, reason: BaseException) -> str:
+        try:
+            told = f"rank {self.rank}: {reason_of(reason)}"
+            first = self._store.compare_set(_FIRST, "", told).decode()
+            self._store.set(f"{_HUNG_UP}/{self.rank}", "")
+            here, deadline = self._store.add(_HUNG_UP, 1), time.monotonic() + _ROLL_CALL_SECONDS
+            while here < self.world and time.monotonic() < deadline:
+                time.sleep(0.02)
+                here = self._store.add(_HUNG_UP, 0)
+            everybody = range(self.world) if here < self.world else ()
+            silent = [rank for rank in everybody if not self._store.check([f"{_HUNG_UP}/{rank}"])]
+        except RuntimeError:  # DistNetworkError
+            return f"{told}. The job's store does not answer: its host (usually rank 0, or the launcher) has died."
+        if silent:
+            return f"no sign of life from {_ranks(silent)}: dead, or stuck. {first}"
+        return f"all ranks are alive, but the channel between them failed. {first}"
 
     def agree(self, failure: BaseException | None, doing: str) -> None:
         """Return on every rank if no rank failed; otherwise raise the same error on every rank.
@@ -42,13 +124,19 @@ class Channel:
         Raises:
             Disagreement: names ``doing``, and each failed rank with its reason.
         """
-        failed = torch.tensor([failure is not None], dtype=torch.int32)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
-        if not failed.item():
-            return
+        mine = reason_of(failure)
         reasons: list[str | None] = [None] * self.world
-        dist.all_gather_object(reasons, reason_of(failure), group=self._group)
-        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+        with self.talking(doing if mine is None else f"{doing} (here: {mine})"):
+            failed = torch.tensor([failure is not None], dtype=torch.int32)
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
+            if not failed.item():
+                return
+            dist.all_gather_object(reasons, mine, group=self._group)
+        ranks_of: dict[str, list[int]] = defaultdict(list)
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                ranks_of[reason].append(rank)
+        told = "; ".join(f"{_ranks(ranks)}: {reason}" for reason, ranks in ranks_of.items())
         raise Disagreement(f"{doing} failed. {told}") from failure
 
     @contextmanager
@@ -59,10 +147,13 @@ class Channel:
 
         Raises:
             Disagreement: as :meth:`agree`.
+            ChannelError: some rank does not answer.
         """
         failure: Exception | None = None
         try:
             yield
+        except ChannelError:
+            raise  # all ranks get one; there is nobody left to agree with
         except Exception as raised:  # told to all ranks and raised there
             failure = raised
         self.agree(failure, doing)
@@ -71,30 +162,36 @@ class Channel:
         """Everybody's values, by rank; all ranks give equally many, each within 63 bits."""
         mine = torch.tensor(values, dtype=torch.int64)
         everybody = list(torch.empty(self.world, len(values), dtype=torch.int64))
-        dist.all_gather(everybody, mine, group=self._group)
+        with self.talking("gathering what the ranks hold"):
+            dist.all_gather(everybody, mine, group=self._group)
         return [theirs.tolist() for theirs in everybody]
 
     def broadcast(self, value: Any, source: int) -> Any:
         """``source``'s value, on every rank. Anything picklable."""
         box = [value]
-        dist.broadcast_object_list(box, src=source, group=self._group)
+        with self.talking(f"hearing from rank {source}"):
+            dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
 
     def gather(self, value: Any, destination: int = 0) -> list[Any] | None:
         """Everybody's values by rank on ``destination``, None elsewhere."""
         values = [None] * self.world if self.rank == destination else None
-        dist.gather_object(value, values, dst=destination, group=self._group)
+        with self.talking(f"telling rank {destination}"):
+            dist.gather_object(value, values, dst=destination, group=self._group)
         return values
 
-    def isend(self, tensor: torch.Tensor, peer: int) -> dist.Work:
-        work = dist.isend(tensor, peer, group=self._group)
-        assert work is not None  # None is for ranks outside the group, and all ranks are in it
-        return work
+    def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """Within :meth:`talking`, as is the waiting."""
+        return self._under_way(dist.isend(tensor, peer, group=self._group))
 
-    def irecv(self, tensor: torch.Tensor, peer: int) -> dist.Work:
-        work = dist.irecv(tensor, peer, group=self._group)
-        assert work is not None
-        return work
+    def irecv(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """Within :meth:`talking`, as is the waiting."""
+        return self._under_way(dist.irecv(tensor, peer, group=self._group))
+
+    def _under_way(self, work: dist.Work | None) -> Pending:
+        pending = Pending(work)
+        self._pending.add(pending)
+        return pending
 
 
 def reason_of(failure: BaseException | None) -> str | None:
@@ -105,12 +202,23 @@ def reason_of(failure: BaseException | None) -> str | None:
     return text[:_LONGEST_REASON]
 
 
+def _ranks(ranks: list[int]) -> str:
+    """Ascending ranks in words: "rank 3", "ranks 0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
+
+
 @dataclass
 class _Round:
     """What this rank has under way in one round."""
 
-    sends: list[dist.Work]
-    receives: dict[int, tuple[dist.Work, torch.Tensor]]
+    sends: list[Pending]
+    receives: dict[int, tuple[Pending, torch.Tensor]]
 
 
 class Exchange:
@@ -122,7 +230,8 @@ class Exchange:
     Args:
         channel: the process group.
         plan: equal on all ranks.
-        source: returns the 1-D CPU tensor of a holding of this rank in some state; element 0 is the fragment's first.
+        source: returns the 1-D tensor of a holding of this rank in some state, on any device; element 0 is the
+            fragment's first.
         lay: takes a transfer and the values of each of its boxes, in the boxes' order.
         arrived: called with an extent's index once all its transfers have been laid.
     """
@@ -148,7 +257,7 @@ class Exchange:
         the same and nobody hangs; then it is raised.
 
         Raises:
-            RuntimeError: from gloo, when a peer has died or the timeout has passed.
+            ChannelError: a peer has died or the timeout has passed.
         """
         missing: dict[int, int] = defaultdict(int)
         for transfers in self._incoming.values():
@@ -156,13 +265,14 @@ class Exchange:
                 missing[transfer.extent] += 1
 
         buffers = [_Buffers(), _Buffers()]
-        current = self._post(0, buffers[0])
-        for turn in range(self._plan.rounds):
-            following = self._post(turn + 1, buffers[(turn + 1) % 2])
-            self._receive(turn, current, missing)
-            for send in current.sends:
-                send.wait()
-            current = following
+        with self._channel.talking("exchanging fragments"):
+            current = self._post(0, buffers[0])
+            for turn in range(self._plan.rounds):
+                following = self._post(turn + 1, buffers[(turn + 1) % 2])
+                self._receive(turn, current, missing)
+                for send in current.sends:
+                    send.wait()
+                current = following
         if self._failure is not None:
             raise self._failure
 

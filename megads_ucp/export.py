@@ -20,7 +20,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 
 from megads_ucp import storage
 from megads_ucp.config import ExportConfig
-from megads_ucp.errors import UnsupportedError
+from megads_ucp.errors import UniversalCheckpointError, UnsupportedError
 from megads_ucp.exchange import Exchange
 from megads_ucp.layout.info import info_of
 from megads_ucp.live import STEP, LiveState
@@ -90,11 +90,14 @@ class Exporter:
         Raises:
             UniversalCheckpointError: the export failed, and the configuration says ``strict``.
         """
-        directory = Path(os.path.abspath(save_dir)) / f"{tag}_universal"
+        save_dir = Path(os.path.abspath(save_dir))
+        directory = save_dir / f"{tag}_universal"
         self.last_report = None
         try:
-            self.last_report = self._export(directory, Path(save_dir), client_state, save_latest, exclude_frozen)
+            self.last_report = self._export(directory, save_dir, client_state, save_latest, exclude_frozen)
         except Exception as failure:
+            if not isinstance(failure, UniversalCheckpointError):
+                self._surveyor.give_up(failure)  # unforeseen, so perhaps on this rank alone: nobody shall wait for it
             if self._config.strict:
                 raise
             logger.error("no universal checkpoint %s: %s. The regular checkpoint is untouched.", directory, failure)
@@ -103,7 +106,7 @@ class Exporter:
     def _export(
         self, directory: Path, save_dir: Path, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool
     ) -> ExportReport:
-        channel, report = self._surveyor.channel, ExportReport(directory)
+        channel, report = self._surveyor.connect(), ExportReport(directory)
 
         with channel.agreed("the universal export"):
             if self._unsupported or self._live is None:
@@ -117,9 +120,10 @@ class Exporter:
         report.nbytes, report.nbytes_moved = sum(plan.bytes_by_writer.values()), plan.bytes_moved
         report.imbalance = plan.imbalance(channel.world)
 
-        with report.timed("stage"):
-            staging = self._stage(directory)
+        staging = storage.Staging(directory, channel.broadcast(uuid.uuid4().hex, 0))
         try:
+            with report.timed("stage"):
+                self._stage(staging)
             with report.timed("exchange and write"):
                 records = self._write_tensors(live, plan, staging)
             with report.timed("small files"), channel.agreed("writing the small files"):
@@ -156,15 +160,13 @@ class Exporter:
             self._survey = survey
         return self._plan
 
-    def _stage(self, directory: Path) -> storage.Staging:
+    def _stage(self, staging: storage.Staging) -> None:
         channel = self._surveyor.channel
-        run_id = channel.broadcast(uuid.uuid4().hex, 0)
-        with channel.agreed(f"preparing {directory}"):
+        with channel.agreed(f"preparing {staging.target}"):
             if channel.rank == 0:
-                storage.Staging.create(directory, run_id)
-        with channel.agreed(f"preparing {directory}"):
-            return storage.Staging.open(directory, run_id)
-        raise AssertionError("agreed() lets no failed body pass")
+                storage.Staging.create(staging.target, staging.run_id)
+        with channel.agreed(f"preparing {staging.target}"):
+            storage.Staging.open(staging.target, staging.run_id)
 
     def _write_tensors(self, live: LiveState, plan: Plan, staging: storage.Staging) -> list[storage.ExtentRecord]:
         """Move fragments to their writers and write each extent as soon as it is complete."""
@@ -241,6 +243,7 @@ class Exporter:
         with channel.agreed(f"committing {staging.target}"):
             if told is not None:
                 groups = [group for _, theirs in told for group in theirs]
-                content = manifest(live, plan, file_records(plan, everything), groups, absent, staging.run_id)
+                files = file_records(plan, everything)
+                content = manifest(live, plan, files, groups, absent, staging.run_id)
                 storage.write_manifest(staging.directory, content)
-                staging.commit(latest)
+                staging.commit(latest, sizes={file.path: file.nbytes for file in files})

@@ -18,16 +18,23 @@ from megads_ucp.layout.core import Box, Layout, build_layout
 from megads_ucp.live import STEP
 from megads_ucp.plan import cut_box
 
-_SPAN_BYTES = 32 << 20
-"""Bytes read at a time where a fragment's rows hold other ranks' columns too."""
+_SPAN_BYTES = 4 << 20
+"""Bytes read at a time: enough to keep a disk busy, few enough to be still in the cache when columns are picked."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A parameter's file, its header read, and what the manifest knows about it (None without a manifest)."""
+    """A parameter's file, checked but for its tensor.
+
+    Attributes:
+        tensor: its header.
+        record: what the manifest knows about it, None without a manifest.
+        vocabulary: whether a vocabulary's padding was cut off, so that the target may be padded to another size.
+    """
 
     tensor: storage.TensorFile
     record: storage.FileRecord | None
+    vocabulary: bool
 
 
 class Checkpoint:
@@ -45,17 +52,22 @@ class Checkpoint:
         self.manifest = storage.read_manifest(directory) if (directory / storage.MANIFEST).exists() else None
 
     @cached_property
-    def _records(self) -> dict[str, storage.FileRecord]:
-        if self.manifest is None:
-            return {}
-        return {entry["path"]: storage.FileRecord.from_json(entry) for entry in self.manifest["files"]}
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        """The manifest's entries of files, by path; a rank makes records of the few that it reads."""
+        return {entry["path"]: entry for entry in self.manifest["files"]} if self.manifest is not None else {}
 
     def has(self, parameter: str) -> bool:
         return (self._zero / parameter).is_dir()
 
     def states(self, parameter: str) -> list[str]:
-        """Names of the states the checkpoint has for a parameter, ``step`` included."""
-        return storage.state_names(self._zero / parameter)
+        """Names of the states the checkpoint has for a parameter, ``step`` included.
+
+        By the manifest, where there is one: a file that was deleted is missing, not a state the optimizer never had.
+        """
+        if self.manifest is None:
+            return storage.state_names(self._zero / parameter)
+        folder = f"zero/{parameter}/"
+        return sorted(Path(path).stem for path in self._entries if path.startswith(folder))
 
     def file(self, parameter: str, state: str) -> File:
         """The file of one state, checked as far as that goes without reading its tensor.
@@ -63,21 +75,37 @@ class Checkpoint:
         Raises:
             StorageError: missing, truncated, or not the file that the manifest describes.
         """
-        record = self._checked_record(f"zero/{parameter}/{state}.pt")
-        return File(storage.open_tensor(self._zero / parameter / f"{state}.pt"), record)
+        name = f"zero/{parameter}/{state}.pt"
+        if self.manifest is None:
+            tensor = storage.open_tensor(self.directory / name)
+            return File(tensor, None, bool(tensor.metadata.get(VOCAB_TENSOR)))
+        record = self._record(name)
+        layout = self.manifest["parameters"][parameter]["layout"]
+        tensor = storage.open_recorded(self.directory / name, record)
+        return File(tensor, record, layout["vocabulary_size"] is not None)
 
     def step(self, parameter: str) -> Any:
         """The step of a parameter, None if the optimizer that saved kept none."""
         if STEP not in self.states(parameter):
             return None
-        self._checked_record(f"zero/{parameter}/{STEP}.pt")
+        self._check_object(f"zero/{parameter}/{STEP}.pt")
         return storage.read_object(self._zero / parameter / f"{STEP}.pt")
 
     def common_state(self) -> dict[str, Any]:
         """Content of zero/optimizer_state.pt."""
-        self._checked_record("zero/optimizer_state.pt")
+        self._check_object("zero/optimizer_state.pt")
         state: dict[str, Any] = storage.read_object(self._zero / "optimizer_state.pt")
         return state
+
+    def check_model_states(self, rank: int, world: int) -> None:
+        """Check this rank's part of the mp_rank files, which DeepSpeed reads itself, by their number and place.
+
+        Raises:
+            StorageError: one is missing, damaged or of another export.
+        """
+        names = sorted(path for path in self._entries if path.startswith("mp_rank_"))
+        for name in names[rank::world]:
+            self._check_object(name)
 
     def info(self) -> Mapping[str, Any] | None:
         """The ``universal_checkpoint_info`` of the run that saved it."""
@@ -92,13 +120,15 @@ class Checkpoint:
         groups = self.manifest["groups"] if self.manifest is not None else []
         return {name: group["index"] for group in groups for name in group["parameters"]}
 
-    def _checked_record(self, path: str) -> storage.FileRecord | None:
-        record = self._records.get(path)
-        if record is not None:
-            storage.check_frame(self.directory / path, record)
-        elif self.manifest is not None:
+    def _record(self, path: str) -> storage.FileRecord:
+        if path not in self._entries:
             raise StorageError(f"{self.directory / path} is not in the manifest of {self.directory}.")
-        return record
+        return storage.FileRecord.from_json(self._entries[path])
+
+    def _check_object(self, path: str) -> None:
+        """Compare a small pickled file, as a whole, with the manifest if there is one."""
+        if self.manifest is not None:
+            storage.verify_file(self.directory / path, self._record(path))
 
 
 @dataclass(frozen=True)
@@ -146,18 +176,19 @@ class Read:
                     view.mul_(part.scale)
 
 
-def fitting_layout(layout: Layout, file: storage.TensorFile) -> Layout:
+def fitting_layout(layout: Layout, file: File) -> Layout:
     """The layout, with the vocabulary cut where the file has it; the target may be padded to another size.
 
     Raises:
         LayoutError: the file's shape is not what the target model's shards make.
     """
-    if file.metadata.get(VOCAB_TENSOR) and layout.shape[1:] == file.shape[1:] and layout.rule.kind == "split":
-        rule = replace(layout.rule, vocabulary_size=file.shape[0])
+    shape = file.tensor.shape
+    if file.vocabulary and layout.shape[1:] == shape[1:] and layout.rule.kind == "split":
+        rule = replace(layout.rule, vocabulary_size=shape[0])
         layout = build_layout(layout.name, rule, layout.shard_shapes)
-    if layout.shape != file.shape:
+    if layout.shape != shape:
         raise LayoutError(
-            f"{file.path} has shape {file.shape}, but in this model the shards {list(layout.shard_shapes)} of "
+            f"{file.tensor.path} has shape {shape}, but in this model the shards {list(layout.shard_shapes)} of "
             f"{layout.name} make shape {layout.shape} (source: {layout.rule.source}). Load it into the same model."
         )
     return layout

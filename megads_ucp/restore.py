@@ -128,12 +128,13 @@ class Restorer:
 
     def _prepare(self, directory: Path, request: LoadRequest) -> _Prepared:
         """Check everything this rank needs, and agree with all ranks that it is there."""
-        channel, live = self._surveyor.channel, self._live
+        channel, live = self._surveyor.connect(), self._live
         with channel.agreed(f"checking {directory}"):
             if channel.rank == 0 and not directory.exists():
                 storage.repair(directory)  # a killed export may have left the older checkpoint set aside
         with channel.agreed(f"checking {directory}"):
             checkpoint = Checkpoint(directory)
+            checkpoint.check_model_states(channel.rank, channel.world)
             if request.verify and checkpoint.manifest is None:
                 raise StorageError(f"{directory} has no {storage.MANIFEST}, so nothing can be verified: drop the flag.")
             prepared = _Prepared(checkpoint, request, checkpoint.common_state())
@@ -158,7 +159,7 @@ class Restorer:
                 continue
             for state in (MASTER, *prepared.states[-1]):
                 file = checkpoint.file(fragment.name, state)
-                layout = fitting_layout(layouts[fragment.name], file.tensor)
+                layout = fitting_layout(layouts[fragment.name], file)
                 boxes = layout.runs(tp_rank, fragment.param_start, fragment.numel)
                 target = group.master if state == MASTER else _state_getter(group, state)
                 yield Read(file, boxes, fragment.param_start, fragment.partition_start, fragment.numel, target)
@@ -178,7 +179,7 @@ class Restorer:
                 # The stock converter writes one tensor-parallel rank's shard as if it were the whole.
                 prepared.kept.append(f"{name} (of which it has one tensor-parallel rank's shard)")
                 continue
-            boxes = fitting_layout(layouts[name], file.tensor).runs(tp_rank, 0, value.numel())
+            boxes = fitting_layout(layouts[name], file).runs(tp_rank, 0, value.numel())
             yield Read(file, boxes, 0, 0, value.numel(), functools.partial(torch.Tensor.view, value, -1))
 
     def _layouts(self, checkpoint: Checkpoint) -> Mapping[str, Layout]:

@@ -8,12 +8,14 @@ description; the others send a digest of theirs. A survey is used again as long 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import ORIGINAL_VOCAB_SIZE
 
 from megads_ucp.errors import LayoutError, PlanError
 from megads_ucp.exchange import Channel
@@ -50,7 +52,9 @@ class RankDescription:
         buffers: names of those that are buffers.
         claims: what the layers say about their parameters' layouts, by source.
         info: the client's ``universal_checkpoint_info``, if there is one.
-        warnings: what the layers could not say, and why.
+        vocabulary: names whose rows, the layers say, are a vocabulary that may be padded.
+        warnings: what the layers could not say, and why. In the words of foreign exceptions, which may hold anything
+            (an address, say), and so without weight when two descriptions are compared.
     """
 
     coordinates: Coordinates
@@ -59,7 +63,8 @@ class RankDescription:
     buffers: tuple[str, ...]
     claims: tuple[Claim, ...]
     info: Mapping[str, Any] | None
-    warnings: tuple[str, ...]
+    vocabulary: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = field(default=(), repr=False)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The TP-local shape of everything the rank holds, by name."""
@@ -67,8 +72,10 @@ class RankDescription:
         return {**dict(self.unowned), **owned}
 
     def digest(self) -> int:
-        """62 bits that two equal descriptions share."""
-        return int.from_bytes(hashlib.sha256(repr(self).encode()).digest()[:8], "big") >> 2
+        """62 bits that equal descriptions share, on whichever rank, and different ones almost surely do not."""
+        maps = [rule.affine for claim in self.claims for rule in claim.rules.values()]  # no part of a rule's repr
+        told = repr((replace(self, info=None), maps, _canonical(self.info)))
+        return int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "big") >> 2
 
 
 @dataclass(frozen=True)
@@ -87,12 +94,21 @@ class Survey:
 
     def subjects(self) -> tuple[Subject, ...]:
         """Every parameter that is exported, in an order all ranks share; of tied stages, the first one's."""
-        found: dict[str, Subject] = {}
-        for stage, layouts in enumerate(self.layouts):
+        found: dict[str, tuple[int, Subject]] = {}
+        for stage, layouts in zip(self._stages(), self.layouts, strict=True):
             peers = [d for d in self.descriptions if d.coordinates.stage == stage]
             for name, subject in _subjects_of_stage(peers, layouts):
-                found.setdefault(name, subject)
-        return tuple(found.values())
+                first, tied = found.setdefault(name, (stage, subject))
+                if (shapes := tied.layout.shard_shapes) != subject.layout.shard_shapes or tied.owned != subject.owned:
+                    raise LayoutError(
+                        f"parameter {name} is on pipeline stages {first} and {stage}, as tied parameters are, but with "
+                        f"shards of shapes {list(shapes)} and {list(subject.layout.shard_shapes)}, or trained on one "
+                        "of them only. Give different parameters different names, and freeze both of a tie or neither."
+                    )
+        return tuple(subject for _, subject in found.values())
+
+    def _stages(self) -> list[int]:
+        return sorted({description.coordinates.stage for description in self.descriptions})
 
 
 def describe(live: LiveState, info: Mapping[str, Any] | None, exclude: Collection[str] = ()) -> RankDescription:
@@ -118,21 +134,35 @@ def describe(live: LiveState, info: Mapping[str, Any] | None, exclude: Collectio
         Claim("AutoTP", Trust.LAYERS, rules_from_autotp(live.module, live.parameters)),
         Claim(ATTRIBUTES, Trust.ATTRIBUTES, rules_from_attributes(live.parameters, live.coordinates.tp_degree)),
     )
-    return RankDescription(live.coordinates, groups, unowned, buffers, claims, info, tuple(layers.warnings))
+    return RankDescription(live.coordinates, groups, unowned, buffers, claims, info, layers.vocabulary, layers.warnings)
 
 
 class Surveyor:
     """Keeps an engine's channel and its latest survey; renews the survey when some rank's description has changed."""
 
-    def __init__(self, timeout_minutes: int) -> None:
+    def __init__(self, timeout_minutes: float) -> None:
         self._timeout_minutes = timeout_minutes
+        self._channel: Channel | None = None
         self._seen: list[list[int]] = []
         self._survey: Survey | None = None
 
-    @cached_property
+    def connect(self) -> Channel:
+        """The channel for one export or resume: the last one's, unless some rank has hung up on it. Collective."""
+        if self._channel is None or self._channel.abandoned():
+            self._channel = Channel(self._timeout_minutes)
+            self._seen, self._survey = [], None  # only some ranks may have got the last one
+        return self._channel
+
+    def give_up(self, reason: BaseException) -> None:
+        """Have all ranks that wait for this one fail now."""
+        if self._channel is not None:
+            self._channel.hang_up(reason)
+
+    @property
     def channel(self) -> Channel:
-        """Made when it is first used; that is collective, as is all of its use."""
-        return Channel(self._timeout_minutes)
+        """The channel of the export or resume that is under way."""
+        assert self._channel is not None, "connect() comes first"
+        return self._channel
 
     def survey(self, description: RankDescription, first_of_replicas: bool) -> Survey:
         """The survey of all ranks, the same object as long as nothing has changed. Collective.
@@ -151,8 +181,8 @@ class Surveyor:
     def _renew(self, description: RankDescription, seen: list[list[int]]) -> Survey:
         first = {(stage, tp): rank for rank, (stage, tp, is_first, _) in reversed(list(enumerate(seen))) if is_first}
         for rank, (stage, tp, _, digest) in enumerate(seen):
-            speaker = first.get((stage, tp))
-            if speaker is None or seen[speaker][3] != digest:
+            speaker = first[stage, tp]
+            if seen[speaker][3] != digest:
                 raise PlanError(
                     f"rank {rank} (pipeline stage {stage}, tensor-parallel rank {tp}) describes its parameters, groups "
                     f"or optimizer states differently from rank {speaker}, its data-parallel replica. Build the same "
@@ -189,7 +219,7 @@ def build_survey(descriptions: tuple[RankDescription, ...]) -> Survey:
             theirs,
             claims,
             tp_degree=peers[0].coordinates.tp_degree,
-            vocabulary=named.vocabulary,
+            vocabulary={**_padded_vocabularies(peers), **named.vocabulary},
             unused_patterns=unused,
         )
         layouts.append({name: build_layout(name, rule, theirs[name]) for name, rule in resolution.rules.items()})
@@ -228,24 +258,35 @@ def _pattern_rules(peers: list[RankDescription], shapes: Mapping[str, tuple[tupl
     return rules_from_patterns(info, names, shapes)
 
 
+def _padded_vocabularies(peers: list[RankDescription]) -> dict[str, int]:
+    """Real rows of what the layers pad. Layers know that they do; how many rows are real only the client can say."""
+    rows = (peers[0].info or {}).get(ORIGINAL_VOCAB_SIZE)
+    return {} if rows is None else dict.fromkeys(peers[0].vocabulary, int(rows))
+
+
 def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Subject]]:
     """The stage's parameters with everybody who holds a part of them, in the order of the groups."""
+    groups = [_group_of_each(peer) for peer in peers]
     for group in peers[0].groups:
         for member in group.flat.members:
             holdings: list[Holding] = []
-            for peer in peers:
-                where, theirs = _find(peer, member.name)
+            for peer, theirs in zip(peers, groups, strict=True):
+                index = theirs.get(member.name)
+                _check_same_states(member.name, group, peer, index)
+                assert index is not None
                 holdings.extend(
-                    Holding(theirs.ranks[shard_rank], peer.coordinates.tp_rank, where, fragment)
-                    for shard_rank, fragment in theirs.flat.holders(member.name)
+                    Holding(peer.groups[index].ranks[shard_rank], peer.coordinates.tp_rank, index, fragment)
+                    for shard_rank, fragment in peer.groups[index].flat.holders(member.name)
                 )
             states = tuple(StateSpec(n, dtype, torch.float32 if n == MASTER else dtype) for n, dtype in group.states)
             yield member.name, Subject(layouts[member.name], states, tuple(holdings))
     spec = (StateSpec(MASTER, torch.float32, torch.float32),)
     for name, _ in peers[0].unowned:
         whole: list[Holding] = []
-        for peer in peers:
-            numel = torch.Size(dict(peer.unowned)[name]).numel()
+        for peer, theirs in zip(peers, groups, strict=True):
+            if name in theirs:
+                raise _trained_here_and_there(name, peer.coordinates.tp_rank, 0)
+            numel = prod(layouts[name].shard_shapes[peer.coordinates.tp_rank])
             if numel:
                 whole.append(
                     Holding(peer.groups[0].ranks[0], peer.coordinates.tp_rank, UNOWNED, Fragment(name, numel, 0, 0))
@@ -253,11 +294,38 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
         yield name, Subject(layouts[name], spec, tuple(whole), owned=False)
 
 
-def _find(peer: RankDescription, name: str) -> tuple[int, GroupDescription]:
-    """The group of ``peer`` that ``name`` is in. Empty shards are in none, as DeepSpeed leaves them out."""
-    for index, group in enumerate(peer.groups):
-        if any(member.name == name for member in group.flat.members):
-            return index, group
-    raise LayoutError(
-        f"parameter {name} is trained on tensor-parallel rank 0 but not on rank {peer.coordinates.tp_rank}."
+def _group_of_each(peer: RankDescription) -> dict[str, int]:
+    """The index of the group of every trained parameter."""
+    return {member.name: index for index, group in enumerate(peer.groups) for member in group.flat.members}
+
+
+def _check_same_states(name: str, group: GroupDescription, peer: RankDescription, index: int | None) -> None:
+    """Check that ``peer`` trains the parameter with the states that tensor-parallel rank 0's ``group`` has."""
+    if index is None:
+        raise _trained_here_and_there(name, 0, peer.coordinates.tp_rank)
+    if dict(peer.groups[index].states) != dict(group.states):
+        raise PlanError(
+            f"parameter {name} has optimizer states {dict(group.states)} on tensor-parallel rank 0 and "
+            f"{dict(peer.groups[index].states)} on rank {peer.coordinates.tp_rank}. Use the same optimizer, and take "
+            "the same steps, on all of them."
+        )
+
+
+def _trained_here_and_there(name: str, here: int, there: int) -> LayoutError:
+    return LayoutError(
+        f"parameter {name} is trained on tensor-parallel rank {here} but not on rank {there}. Freeze it on all of them "
+        "or on none."
     )
+
+
+def _canonical(value: Any) -> Any:
+    """The client's own data in a form whose repr is the same on every rank: no addresses, no order of hashes."""
+    if isinstance(value, Mapping):
+        return sorted((repr(key), _canonical(item)) for key, item in value.items())
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_canonical(item)) for item in value)
+    if isinstance(value, list | tuple):
+        return [_canonical(item) for item in value]
+    if value is None or isinstance(value, str | bytes | bool | int | float | re.Pattern):
+        return value
+    return type(value).__qualname__, _canonical(getattr(value, "__dict__", None))

@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -132,12 +132,19 @@ class Staging:
         """Deletes an export that will not be committed. Never raises: it is called when something else went wrong."""
         _delete(self.directory)
 
-    def commit(self, latest: Path | None, *, exchange: Callable[[Path, Path], bool] | None = None) -> None:
+    def commit(
+        self,
+        latest: Path | None,
+        *,
+        sizes: Mapping[str, int] | None = None,
+        exchange: Callable[[Path, Path], bool] | None = None,
+    ) -> None:
         """Gives the finished directory its name, durably, then makes ``latest`` name it (see the module's docstring).
 
         Call it on one rank, after every rank's writes have returned. ``latest`` lies in a parent of the target and gets
-        the target's path relative to that parent; None leaves it alone. ``exchange`` swaps two names or returns False
-        where it cannot; :func:`rename_exchange` unless given.
+        the target's path relative to that parent; None leaves it alone. ``sizes``: of the files that must be there, by
+        path within the checkpoint: something may have deleted part of them meanwhile. ``exchange`` swaps two names or
+        returns False where it cannot; :func:`rename_exchange` unless given.
 
         Raises:
             StorageError: a step failed; what the target's name stands for is complete all the same, old or new.
@@ -145,6 +152,7 @@ class Staging:
         name = None if latest is None else self.target.relative_to(latest.parent).as_posix()
         if not self._visible():
             raise StorageError(f"{self.directory} vanished while it was written: was it deleted by a rotation policy?")
+        self._check_sizes(sizes or {})
         fsync_tree(self.directory)
         with storage_errors("complete", self.directory):
             os.unlink(self.directory / _TOKEN)
@@ -154,6 +162,14 @@ class Staging:
             write_latest(latest, name)
         if older is not None:
             _delete(older)
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        for name, nbytes in sizes.items():
+            path = self.directory / name
+            with storage_errors("complete", path):
+                found = os.stat(path).st_size
+            if found != nbytes:
+                raise StorageError(f"{path} has {found} bytes instead of {nbytes}: something else has written to it")
 
     def _take_name(self, exchange: Callable[[Path, Path], bool]) -> Path | None:
         """Gives the directory its name, durably; returns where an older export of that name is now, if any."""
@@ -232,7 +248,7 @@ def _delete(path: Path) -> None:
     """Deletes a file or tree as far as possible. What stays does no harm, and the next export tries again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-    else:
+    elif os.path.lexists(path):
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
