@@ -18,7 +18,15 @@ from megads_ucp.storage.manifest import (
     verify_range,
     write_manifest,
 )
-from megads_ucp.storage.read import TensorFile, bytes_read, open_tensor, read_object, reset_bytes_read, state_names
+from megads_ucp.storage.read import (
+    TensorFile,
+    bytes_read,
+    open_recorded,
+    open_tensor,
+    read_object,
+    reset_bytes_read,
+    state_names,
+)
 from megads_ucp.storage.staging import Staging, leftovers, rename_exchange, repair
 from megads_ucp.storage.write import ExtentRecord, write_extent, write_file, write_frame, write_object
 
@@ -38,6 +46,7 @@ __all__ = [
     "fsync_directories",
     "fsync_tree",
     "leftovers",
+    "open_recorded",
     "open_tensor",
     "payload_crc32",
     "read_manifest",

@@ -13,7 +13,7 @@ from typing import Any
 
 from megads_ucp.errors import StorageError
 from megads_ucp.storage.checksum import BLOCK_BYTES, block_sizes, crc32_combine
-from megads_ucp.storage.durable import descriptor, pread_all, storage_errors, write_durably
+from megads_ucp.storage.durable import descriptor, pread_all, ranges, storage_errors, write_durably
 from megads_ucp.storage.framing import Frame
 from megads_ucp.storage.write import ExtentRecord
 
@@ -157,7 +157,7 @@ def check_frame(path: Path, record: FileRecord) -> None:
     Raises:
         StorageError: missing, of another size, damaged or foreign.
     """
-    with storage_errors("read", path), descriptor(path, os.O_RDONLY) as fd:
+    with storage_errors("read", path), ranges(path) as fd:
         _check_size(path, os.fstat(fd).st_size, record)
         _check_frame(path, fd, record)
 
@@ -169,7 +169,7 @@ def verify_range(path: Path, record: FileRecord, start: int, stop: int) -> None:
         StorageError: missing, of another size, or different; names the file and the bytes concerned.
     """
     start, stop = record.payload_offset + start, record.payload_offset + stop
-    with storage_errors("read", path), descriptor(path, os.O_RDONLY) as fd:
+    with storage_errors("read", path), ranges(path) as fd:
         _check_size(path, os.fstat(fd).st_size, record)
         for first, last, expected in _block_ranges(record):
             if first < stop and start < last:

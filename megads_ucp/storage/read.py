@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from megads_ucp.errors import StorageError
-from megads_ucp.storage.durable import descriptor, pread_all, storage_errors
+from megads_ucp.storage.durable import pread_all, ranges, storage_errors
+from megads_ucp.storage.manifest import FileRecord, check_frame
 from megads_ucp.storage.write import payload_view
 
 # Beside parameters, and in zero/optimizer_state.pt.
@@ -47,6 +49,7 @@ class TensorFile:
     shape, strides: of the tensor, in elements. The stock converter saves views, so the stored elements need not be
         contiguous, nor fill their storage. Everything below counts *logical* elements, in row-major order.
     payload_offset: byte offset in the file of the tensor's first element.
+    metadata: the keys beside "param"; empty where the file is known by its record.
     """
 
     path: Path
@@ -56,11 +59,11 @@ class TensorFile:
     metadata: Mapping[str, Any] = field(hash=False)
     strides: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return _numel(self.shape)
 
-    @property
+    @cached_property
     def contiguous(self) -> bool:
         """Whether logical neighbours are neighbours in the file, so that a range is one read."""
         return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
@@ -88,7 +91,7 @@ class TensorFile:
             raise ValueError(f"{self.path}: a range of {list(runs)} is outside the tensor's {self.numel} elements")
         flat, done = out.detach().view(-1), 0
         read = self._read_span if self.contiguous else self._read_strided
-        with storage_errors("read", self.path), descriptor(self.path, os.O_RDONLY) as fd:
+        with storage_errors("read", self.path), ranges(self.path) as fd:
             for start, numel in _merged(runs):
                 read(fd, start, flat[done : done + numel])
                 done += numel
@@ -142,6 +145,20 @@ def open_tensor(path: Path) -> TensorFile:
         raise StorageError(f"{path} is truncated: its tensor ends at byte {begin + storage.nbytes()} of {size}")
     offset = begin + tensor.storage_offset() * tensor.element_size()
     return TensorFile(Path(path), tuple(tensor.shape), tensor.dtype, offset, metadata, tuple(tensor.stride()))
+
+
+def open_recorded(path: Path, record: FileRecord) -> TensorFile:
+    """The same, of a file that the manifest describes: compared with its record instead of unpickled, which is faster.
+
+    Raises:
+        StorageError: missing, of another size, damaged outside the payload, of another export, or not a tensor's.
+    """
+    check_frame(path, record)
+    dtype = getattr(torch, record.dtype or "", None)
+    if not isinstance(dtype, torch.dtype) or record.shape is None:
+        raise StorageError(f"the manifest's record of {path} is not that of a tensor: dtype {record.dtype!r}")
+    strides = torch.empty(record.shape, device="meta").stride()
+    return TensorFile(Path(path), record.shape, dtype, record.payload_offset, {}, tuple(strides))
 
 
 def state_names(folder: Path) -> list[str]:
