@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo test test-fast lint format bench clean
+.PHONY: help venv demo test test-fast lint format bench bench-resume clean
 
 help:
 	@echo "make demo [DTYPE=fp32]  train, export, reshape, resume: the proof, in a table and a plot"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint               ruff and mypy"
 	@echo "make format             let ruff rewrite what it can"
 	@echo "make bench              export time against a raw write of the same bytes"
+	@echo "make bench-resume       a resume's time, bytes and memory against DeepSpeed's own"
 	@echo "make venv               only create .venv and install"
 
 venv: $(INSTALLED)
@@ -47,7 +48,10 @@ format: venv
 	$(BIN)/ruff format .
 
 bench: venv
-	$(BIN)/python benchmarks/export.py
+	$(BIN)/python -m tests.benchmarks.bench_export
+
+bench-resume: venv
+	$(BIN)/python -m tests.benchmarks.bench_resume
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_out
