@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ranks make of each other's descriptions: layouts, holdings, and every way in which ranks can disagree."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint.affine import replicated_map
+
+from megads_ucp.errors import LayoutError, PlanError
+from megads_ucp.exchange import Disagreement
+from megads_ucp.layout.resolve import Claim, Trust
+from megads_ucp.layout.rule import Rule
+from megads_ucp.live import Coordinates
+from megads_ucp.partition import flat_group
+from megads_ucp.plan import StateSpec, make_plan
+from megads_ucp.survey import UNOWNED, GroupDescription, RankDescription, Surveyor, build_survey
+from tests.ranks import run_ranks
+
+Shapes = dict[str, tuple[int, ...]]
+
+STATES = (("fp32", torch.float32), ("exp_avg", torch.bfloat16))
+RULES = {"column": Rule("split", "layers", dim=0), "norm": Rule("replicated", "layers")}
+SHAPES: Shapes = {"column": (4, 6), "norm": (6,)}
+
+
+def group(shapes: Shapes, ranks: tuple[int, ...], states=STATES) -> GroupDescription:
+    sizes = [prod(shape) for shape in shapes.values()]
+    flat = flat_group(list(shapes), sizes, len(ranks), alignment=2 * len(ranks))
+    return GroupDescription(flat, tuple(shapes.values()), ranks, states)
+
+
+def description(
+    tp_rank: int = 0,
+    *,
+    stage: int = 0,
+    stages: int = 1,
+    tp_degree: int = 2,
+    degree: int = 2,
+    groups: tuple[Shapes, ...] = (SHAPES,),
+    states=STATES,
+    unowned: Shapes | None = None,
+    buffers: tuple[str, ...] = (),
+    rules: dict[str, Rule] | None = None,
+    info: dict[str, Any] | None = None,
+) -> RankDescription:
+    """Ranks are numbered as Megatron does: tensor-parallel first, then data-parallel, then stages."""
+    ranks = tuple(stage * tp_degree * degree + shard * tp_degree + tp_rank for shard in range(degree))
+    return RankDescription(
+        coordinates=Coordinates(stage, stages, tp_rank, tp_degree, stage * tp_degree + tp_rank),
+        groups=tuple(group(shapes, ranks, states) for shapes in groups),
+        unowned=tuple((unowned or {}).items()),
+        buffers=buffers,
+        claims=(Claim("layers", Trust.LAYERS, RULES if rules is None else rules),),
+        info=info,
+        warnings=(),
+    )
+
+
+def of_all_tp_ranks(**options: Any) -> tuple[RankDescription, ...]:
+    return tuple(description(tp_rank, **options) for tp_rank in range(options.get("tp_degree", 2)))
+
+
+# ---- subjects ----
+
+
+def test_subjects_know_layout_states_and_every_holder():
+    survey = build_survey(of_all_tp_ranks())
+    column, norm = survey.subjects()
+
+    assert (column.name, column.layout.shape) == ("column", (8, 6))
+    assert (norm.name, norm.layout.shape, norm.layout.replicated) == ("norm", (6,), True)
+    # Master weights are written in fp32, other states as they live.
+    fp32, bf16 = torch.float32, torch.bfloat16
+    assert column.states == (StateSpec("fp32", fp32, fp32), StateSpec("exp_avg", bf16, bf16))
+    # 30 elements and 2 of padding over 2 shard ranks: the first holds 16 of the column's 24.
+    held = [(h.rank, h.tp_rank, h.group, h.fragment.param_start, h.fragment.numel) for h in column.holdings]
+    assert held == [(0, 0, 0, 0, 16), (2, 0, 0, 16, 8), (1, 1, 0, 0, 16), (3, 1, 0, 16, 8)]
+    assert {holding.rank for holding in norm.holdings} == {2, 3}
+    assert make_plan(survey.subjects(), 4, 64).subjects == survey.subjects()
+
+
+def test_a_parameter_may_be_in_different_groups_on_different_tensor_parallel_ranks():
+    first = description(0, groups=({"column": (4, 6)}, {"norm": (6,)}))
+    second = description(1, groups=({"norm": (6,)}, {"column": (4, 6)}))
+    column, norm = build_survey((first, second)).subjects()
+
+    assert {(holding.tp_rank, holding.group) for holding in column.holdings} == {(0, 0), (1, 1)}
+    assert {(holding.tp_rank, holding.group) for holding in norm.holdings} == {(0, 1), (1, 0)}
+
+
+def test_buffers_and_frozen_parameters_are_held_whole_by_the_first_of_the_replicas():
+    rules = {**RULES, "frozen": Rule("split", "layers", dim=1)}
+    options = {"unowned": {"frozen": (2, 3), "scale": (), "nothing": (0,)}, "buffers": ("scale", "nothing")}
+    subjects = {s.name: s for s in build_survey(of_all_tp_ranks(rules=rules, **options)).subjects()}
+
+    frozen, scale = subjects["frozen"], subjects["scale"]
+    assert not frozen.owned and frozen.metadata() == {} and frozen.layout.shape == (2, 6)
+    assert [(h.rank, h.tp_rank, h.group, h.fragment.numel) for h in frozen.holdings] == [
+        (0, 0, UNOWNED, 6),
+        (1, 1, UNOWNED, 6),
+    ]
+    assert scale.layout.replicated and scale.layout.shape == () and len(scale.holdings) == 2
+    assert subjects["nothing"].holdings == ()
+    assert subjects["column"].owned
+
+
+def test_of_a_tied_parameter_the_first_stage_is_exported():
+    tied = {"tied": (4, 6)}
+    rules = {**RULES, "tied": Rule("split", "layers", dim=0), "head": Rule("replicated", "layers")}
+    survey = build_survey(
+        (
+            *of_all_tp_ranks(stage=0, stages=2, groups=({**tied, **SHAPES},), rules=rules),
+            *of_all_tp_ranks(stage=1, stages=2, groups=({"head": (5,), **tied},), rules=rules),
+        )
+    )
+    subjects = {subject.name: subject for subject in survey.subjects()}
+
+    assert list(subjects) == ["tied", "column", "norm", "head"]
+    assert {holding.rank for holding in subjects["tied"].holdings} <= {0, 1, 2, 3}
+    assert {holding.rank for holding in subjects["head"].holdings} <= {4, 5, 6, 7}
+
+
+def test_different_parameters_of_one_name_on_two_stages_are_an_error():
+    survey = build_survey(
+        (
+            *of_all_tp_ranks(stage=0, stages=2),
+            *of_all_tp_ranks(stage=1, stages=2, groups=({**SHAPES, "column": (2, 6)},)),
+        )
+    )
+    with pytest.raises(LayoutError, match=r"column is on pipeline stages 0 and 1.*\(4, 6\).*\(2, 6\)"):
+        survey.subjects()
+
+
+# ---- disagreement of tensor-parallel ranks ----
+
+
+def test_a_parameter_that_one_tensor_parallel_rank_lacks_is_named():
+    other = description(1, groups=({"column": (4, 6)},))
+    with pytest.raises(LayoutError, match=r"norm is missing on tensor-parallel ranks \[1\]"):
+        build_survey((description(0), other))
+
+
+def test_rules_that_differ_between_tensor_parallel_ranks_are_named():
+    other = description(1, rules={**RULES, "norm": Rule("averaged", "layers")})
+    with pytest.raises(LayoutError, match=r"ranks 0 and 1 disagree on the layout of norm \(source: layers\)"):
+        build_survey((description(0), other))
+
+
+@pytest.mark.parametrize("trained_on", [0, 1])
+def test_a_parameter_frozen_on_one_tensor_parallel_rank_only_is_named(trained_on):
+    frozen = description(1 - trained_on, groups=({"column": (4, 6)},), unowned={"norm": (6,)})
+    ranks = sorted([description(trained_on), frozen], key=lambda d: d.coordinates.tp_rank)
+    expected = f"norm is trained on tensor-parallel rank {trained_on} but not on rank {1 - trained_on}"
+    with pytest.raises(LayoutError, match=expected):
+        build_survey(tuple(ranks)).subjects()
+
+
+@pytest.mark.parametrize("states", [STATES[:1], (STATES[0], ("exp_avg", torch.float32))])
+def test_optimizer_states_that_differ_between_tensor_parallel_ranks_are_named(states):
+    survey = build_survey((description(0), description(1, states=states)))
+    with pytest.raises(PlanError, match=r"column has optimizer states .* on tensor-parallel rank 0 and .* on rank 1"):
+        survey.subjects()
+
+
+def test_a_missing_tensor_parallel_rank_is_an_error():
+    with pytest.raises(PlanError, match=r"ranks \[1\], but the model-parallel unit says there are 2"):
+        build_survey((description(1),))
+
+
+# ---- digests ----
+
+
+@dataclass
+class Custom:
+    """A client's own object in its universal_checkpoint_info, without a repr of its own."""
+
+    patterns: list[str]
+    __repr__ = object.__repr__
+
+
+def test_equal_descriptions_have_equal_digests():
+    def info(patterns: list[str]) -> dict[str, Any]:
+        return {"custom": Custom(patterns), "names": {"a", "b"}, "more": [re.compile("x"), (1, 2.0, None)]}
+
+    one, same = description(info=info(["a"])), description(info=info(["a"]))
+    assert one.digest() == same.digest() < 1 << 62
+    assert one.digest() != description(info=info(["b"])).digest()
+    assert description(info={"a": 1, "b": 2}).digest() == description(info={"b": 2, "a": 1}).digest()
+
+
+def test_whatever_a_plan_depends_on_changes_the_digest():
+    def affine(scale: float) -> Rule:
+        return Rule("affine", "layers", affine=replicated_map([6], 2, scale=scale).to_dict())
+
+    one = description()
+    others = [
+        description(1),
+        description(groups=({**SHAPES, "column": (6, 4)},)),
+        description(groups=({"norm": (6,), "column": (4, 6)},)),
+        description(degree=1),
+        description(states=STATES[:1]),
+        description(unowned={"scale": ()}),
+        description(unowned={"scale": ()}, buffers=("scale",)),
+        description(rules={**RULES, "norm": affine(1.0)}),
+        description(rules={**RULES, "norm": affine(0.5)}),
+        description(info={}),
+        description(info={"original_vocab_size": 7}),
+        description(info={"original_vocab_size": 8}),
+        replace(one, coordinates=replace(one.coordinates, stage=1)),
+    ]
+    assert len({one.digest(), *(other.digest() for other in others)}) == 1 + len(others)
+
+
+# ---- on real ranks ----
+
+
+def test_ranks_share_one_survey_and_renew_it_when_one_of_them_has_changed():
+    def body() -> tuple[list[str], bool, list[str]]:
+        surveyor, rank = Surveyor(1.0), dist.get_rank()
+        surveyor.connect()
+
+        def survey(**options: Any):
+            return surveyor.survey(description(rank % 2, **options), first_of_replicas=rank < 2)
+
+        first, again = survey(), survey()
+        renewed = survey(states=STATES[:1])
+        names = [f"{subject.name} {len(subject.holdings)}" for subject in first.subjects()]
+        return names, first is again, [state.name for state in renewed.subjects()[0].states]
+
+    assert run_ranks(body, 4) == [(["column 4", "norm 2"], True, ["fp32"])] * 4
+
+
+def test_data_parallel_replicas_that_disagree_are_named_on_all_ranks():
+    def body() -> str:
+        surveyor, rank = Surveyor(1.0), dist.get_rank()
+        channel = surveyor.connect()
+        shapes = {**SHAPES, "norm": (7,)} if rank == 3 else SHAPES
+        with pytest.raises(PlanError) as failure:
+            surveyor.survey(description(rank % 2, groups=(shapes,)), first_of_replicas=rank < 2)
+        channel.agree(None, "what comes next")
+        return str(failure.value)
+
+    for message in run_ranks(body, 4):
+        assert "rank 3 (pipeline stage 0, tensor-parallel rank 1)" in message
+        assert "differently from rank 1, its data-parallel replica" in message
+
+
+def test_a_failure_to_describe_reaches_all_ranks():
+    def body() -> str:
+        channel = Surveyor(1.0).connect()
+        with pytest.raises(Disagreement) as failure, channel.agreed("describing the model"):
+            if channel.rank == 1:
+                raise LayoutError("norm: its layer says two things")
+        return str(failure.value)
+
+    assert run_ranks(body, 2) == ["describing the model failed. rank 1: norm: its layer says two things"] * 2
