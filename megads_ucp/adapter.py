@@ -169,7 +169,15 @@ def _live_group(optimizer: Any, books: Bookkeeping, index: int) -> LiveGroup:
         state=lambda: optimizer.optimizer.state[masters[index]],
         hyperparameters=lambda: {k: v for k, v in optimizer.optimizer.param_groups[index].items() if k != "params"},
         set_hyperparameters=lambda values: optimizer.optimizer.param_groups[index].update(values),
+        whole_states=_whole_states(optimizer, index),
     )
+
+
+def _whole_states(optimizer: Any, index: int) -> frozenset[str]:
+    """DeepSpeedZeroOptimizer orthogonalizes whole matrices on every rank that holds a part of them, from momentum that
+    it keeps there whole (_muon_momentum_buffer); with CPU offload, it gathers them from partitions instead."""
+    muon = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.optimizer.param_groups[index].get("use_muon")
+    return frozenset({"momentum_buffer"} if muon and not optimizer.cpu_offload else ())
 
 
 def _unowned(module: torch.nn.Module, owned: set[str]) -> dict[str, torch.Tensor]:

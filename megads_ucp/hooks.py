@@ -27,7 +27,9 @@ from megads_ucp.live import LiveGroup, LiveState
 from megads_ucp.restore import Restorer
 from megads_ucp.survey import Surveyor
 
-_attachments: weakref.WeakKeyDictionary[DeepSpeedEngine, Attachment] = weakref.WeakKeyDictionary()
+# Attachments hang off their engines: in a dictionary here they would keep alive all that refers back to the engine.
+_ATTACHMENT = "_megads_ucp_attachment"
+_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 _original_init: Callable[..., None] | None = None
 
 
@@ -53,7 +55,8 @@ def install(args: Any = None) -> None:
     @functools.wraps(original)
     def init_and_attach(engine: DeepSpeedEngine, *positional: Any, **keyword: Any) -> None:
         original(engine, *positional, **keyword)
-        _attachments[engine] = Attachment(engine, default)
+        setattr(engine, _ATTACHMENT, Attachment(engine, default))
+        _engines.add(engine)
 
     DeepSpeedEngine.__init__ = init_and_attach
 
@@ -61,9 +64,10 @@ def install(args: Any = None) -> None:
 def uninstall() -> None:
     """Undo :func:`install`: DeepSpeed's class is as it was, and so are all engines that are alive."""
     global _original_init
-    for attachment in list(_attachments.values()):
-        attachment.detach()
-    _attachments.clear()
+    for engine in list(_engines):
+        attachment(engine).detach()
+        delattr(engine, _ATTACHMENT)
+    _engines.clear()
     if _original_init is not None:
         DeepSpeedEngine.__init__ = _original_init
         _original_init = None
@@ -71,7 +75,8 @@ def uninstall() -> None:
 
 def attachment(engine: DeepSpeedEngine) -> Attachment:
     """What the package keeps about an engine."""
-    return _attachments[engine]
+    kept: Attachment = getattr(engine, _ATTACHMENT)
+    return kept
 
 
 def _check_deepspeed() -> None:
@@ -139,6 +144,8 @@ class Attachment:
         true_paddings = [group.flat.group_padding(group.shard_rank) for group in groups]
         self._set(optimizer, bookkeeping(optimizer).paddings, true_paddings)
         if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.round_robin_gradients:
+            link = DeepSpeedZeroOptimizer._link_all_hp_params
+            self._undo.append(functools.partial(_if_alive, weakref.ref(optimizer), link))
             self._bind(optimizer, "_link_all_hp_params", functools.partial(_link_in_flat_order, weakref.ref(optimizer)))
             optimizer._link_all_hp_params()
             self._set(optimizer, "_param_slice_mappings", optimizer._create_param_mapping())
@@ -257,7 +264,7 @@ def _load_optimizer(
     if common is None:
         return
     engine.optimizer._load_global_state(common)
+    # Link the parameters' fragments to the states just filled, as DeepSpeed does after the first step; or at that step.
+    engine.optimizer._hp_optimizer_states_linked = False
     if all(group.state() for group in live.groups):
-        # Link the parameters' fragments to the states just filled, as DeepSpeed does after the first step.
-        engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()

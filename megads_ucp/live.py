@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megads_ucp.partition import FlatGroup, Partition
+from megads_ucp.partition import FlatGroup, Fragment, Partition
 
 MASTER = "fp32"
 """State name of the master weights, and so of their file (deepspeed.checkpoint.constants.FP32_WEIGHT_KEY)."""
@@ -45,6 +45,7 @@ class LiveGroup:
         state: returns the base optimizer's live state of that partition.
         hyperparameters: returns the group's entry of ``param_groups`` without its parameters.
         set_hyperparameters: updates that entry.
+        whole_states: names of states that the optimizer keeps of all of every parameter of which it holds a part.
     """
 
     flat: FlatGroup
@@ -55,22 +56,44 @@ class LiveGroup:
     state: Callable[[], dict[str, Any]]
     hyperparameters: Callable[[], dict[str, Any]]
     set_hyperparameters: Callable[[Mapping[str, Any]], None]
+    whole_states: frozenset[str] = frozenset()
 
     @property
     def partition(self) -> Partition:
         return self.flat.partition(self.shard_rank)
 
+    def placement(self, state: str) -> Partition:
+        """Which elements of which parameter lie where in the optimizer's tensor of a state, on this rank."""
+        if state not in self.whole_states:
+            return self.partition
+        numels = {member.name: member.numel for member in self.flat.members}
+        fragments, end = [], 0
+        for fragment in self.partition.fragments:
+            fragments.append(Fragment(fragment.name, numels[fragment.name], 0, end))
+            end += numels[fragment.name]
+        return Partition(end, tuple(fragments))
+
     def sharded_states(self) -> dict[str, torch.Tensor]:
-        """Every state that is partitioned like the master weights, the master weights first, by state name.
+        """Every state, partitioned like the master weights, the master weights first, by state name.
 
         The test of shape is DeepSpeed's own (tensor_fragment.set_optim_state_fragment).
         """
         master = self.master()
         states = {MASTER: master}
         for name, value in self.state().items():
-            if torch.is_tensor(value) and value.shape == master.shape:
+            if name in self.whole_states:
+                states[name] = self._partition_of(name, value)
+            elif torch.is_tensor(value) and value.shape == master.shape:
                 states[name] = value
         return states
+
+    def _partition_of(self, state: str, value: torch.Tensor) -> torch.Tensor:
+        """This rank's partition of a state that it keeps whole parameters of; padding is zero."""
+        own = value.new_zeros(self.flat.partition_numel)
+        for fragment, whole in zip(self.partition.fragments, self.placement(state).fragments, strict=True):
+            start = whole.partition_start + fragment.param_start
+            own[fragment.partition_start : fragment.partition_stop] = value[start : start + fragment.numel]
+        return own
 
 
 @dataclass(frozen=True)

@@ -117,13 +117,14 @@ class Restorer:
         with channel.agreed(f"reading {prepared.checkpoint.directory} (the engine must not be used now)"):
             for read in prepared.unowned:
                 read.run(prepared.request.verify)
-        if prepared.kept and channel.rank == 0:
-            more = f" and {len(prepared.kept) - _SHOWN} more" if len(prepared.kept) > _SHOWN else ""
+        # Each rank knows of its own fragments only.
+        kept = sorted({name for theirs in channel.gather(prepared.kept) or [] for name in theirs})
+        if kept:
             logger.warning(
                 "%s lacks %s%s: they keep the values this run gave them.",
                 prepared.checkpoint.directory,
-                ", ".join(prepared.kept[:_SHOWN]),
-                more,
+                ", ".join(kept[:_SHOWN]),
+                f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else "",
             )
 
     def _prepare(self, directory: Path, request: LoadRequest) -> _Prepared:
@@ -143,9 +144,9 @@ class Restorer:
         layouts = self._layouts(checkpoint)
         with channel.agreed(f"checking {directory}"):
             for group in live.groups:
-                names = checkpoint.states(group.flat.members[0].name) if request.optimizer_states else []
-                prepared.states.append([name for name in names if name not in (MASTER, STEP)])
-                prepared.steps.append(checkpoint.step(group.flat.members[0].name))
+                names, step = _saved_states(group, checkpoint, request)
+                prepared.states.append(names)
+                prepared.steps.append(step)
                 prepared.reads.extend(self._reads(group, layouts, prepared))
             prepared.unowned.extend(self._unowned_reads(layouts, prepared))
         return prepared
@@ -153,16 +154,19 @@ class Restorer:
     def _reads(self, group: LiveGroup, layouts: Mapping[str, Layout], prepared: _Prepared) -> Iterator[Read]:
         """Everything to be read for one group's fragments on this rank."""
         checkpoint, tp_rank = prepared.checkpoint, self._live.coordinates.tp_rank
-        for fragment in group.partition.fragments:
-            if not prepared.request.strict and not checkpoint.has(fragment.name):
-                prepared.kept.append(fragment.name)
-                continue
-            for state in (MASTER, *prepared.states[-1]):
-                file = checkpoint.file(fragment.name, state)
-                layout = fitting_layout(layouts[fragment.name], file)
-                boxes = layout.runs(tp_rank, fragment.param_start, fragment.numel)
-                target = group.master if state == MASTER else _state_getter(group, state)
-                yield Read(file, boxes, fragment.param_start, fragment.partition_start, fragment.numel, target)
+        wanted = {fragment.name for fragment in group.partition.fragments}
+        if not prepared.request.strict:
+            lacking = {name for name in wanted if not checkpoint.has(name)}
+            prepared.kept.extend(sorted(lacking))
+            wanted -= lacking
+        for state in (MASTER, *prepared.states[-1]):
+            target = group.master if state == MASTER else _state_getter(group, state)
+            for fragment in group.placement(state).fragments:
+                if fragment.name in wanted:
+                    file = checkpoint.file(fragment.name, state)
+                    layout = fitting_layout(layouts[fragment.name], file)
+                    boxes = layout.runs(tp_rank, fragment.param_start, fragment.numel)
+                    yield Read(file, boxes, fragment.param_start, fragment.partition_start, fragment.numel, target)
 
     def _unowned_reads(self, layouts: Mapping[str, Layout], prepared: _Prepared) -> Iterator[Read]:
         """Frozen parameters and buffers, whole shards; other names of trained parameters get theirs with those."""
@@ -213,6 +217,14 @@ def _check_groups(groups: Iterable[LiveGroup], common: Mapping[str, Any], checkp
                 )
 
 
+def _saved_states(group: LiveGroup, checkpoint: Checkpoint, request: LoadRequest) -> tuple[list[str], Any]:
+    """Names of the states that the checkpoint has for the group's parameters, and their step."""
+    members = [member.name for member in group.flat.members if request.strict or checkpoint.has(member.name)]
+    if not members or not request.optimizer_states:
+        return [], None
+    return [name for name in checkpoint.states(members[0]) if name not in (MASTER, STEP)], checkpoint.step(members[0])
+
+
 def _state_getter(group: LiveGroup, state: str) -> Any:
     return lambda: group.state()[state]
 
@@ -220,9 +232,12 @@ def _state_getter(group: LiveGroup, state: str) -> Any:
 def _make_states(group: LiveGroup, names: list[str], step: Any) -> None:
     """Give the base optimizer the states it will find after its first step; padding is zero in them."""
     state, master = group.state(), group.master()
+    if not names and step is None:
+        state.clear()  # saved before its first step, at which the optimizer makes states itself
     for name in names:
-        if not isinstance(state.get(name), torch.Tensor) or state[name].shape != master.shape:
-            state[name] = torch.zeros_like(master, requires_grad=False)
+        numel = group.placement(name).numel
+        if not isinstance(state.get(name), torch.Tensor) or state[name].numel() != numel:
+            state[name] = torch.zeros(numel, dtype=master.dtype, device=master.device)
     if step is None:
         return
     current = state.get(STEP)
