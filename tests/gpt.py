@@ -62,11 +62,20 @@ class GPT(GPTModel):
         return super().forward(tokens, positions, mask, labels=labels).float().mean()
 
 
-def build_gpt(tp: int, *, dtype: torch.dtype = torch.float32, tied: bool = True, layers: int = 2) -> tuple[GPT, Any]:
+def build_gpt(
+    tp: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tied: bool = True,
+    biases: bool = False,
+    vocabulary: int = VOCABULARY,
+    layers: int = 2,
+) -> tuple[GPT, Any]:
     """Sets up tensor parallelism of the given degree and returns (model, mpu for DeepSpeed).
 
-    Grouped queries (8 heads, 4 groups), SwiGLU, RMSNorm, rotary positions, no biases: everything divides at TP 1, 2 and
-    4. tied: whether input and output share their embedding.
+    Grouped queries (8 heads, 4 groups), SwiGLU, RMSNorm, rotary positions: everything divides at TP 1, 2 and 4.
+    tied: whether input and output share their embedding. biases: of all linear layers. vocabulary: rows of the
+    embeddings, padding included.
     """
     cpu_shims.install_without_accelerator()
     parallel_state.initialize_model_parallel(tp)
@@ -81,7 +90,7 @@ def build_gpt(tp: int, *, dtype: torch.dtype = torch.float32, tied: bool = True,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
-        add_bias_linear=False,
+        add_bias_linear=biases,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         masked_softmax_fusion=False,
@@ -93,7 +102,7 @@ def build_gpt(tp: int, *, dtype: torch.dtype = torch.float32, tied: bool = True,
     model = GPT(
         config,
         get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
@@ -111,7 +120,11 @@ def cut_dim(name: str) -> int | None:
     """The dimension along which a parameter is cut over TP ranks; None if each holds all of it."""
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return 1
-    if name.endswith(("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_fc1.weight")):
+    if (
+        name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        or ".linear_qkv." in name
+        or ".linear_fc1." in name
+    ):
         return 0
     return None
 
@@ -122,7 +135,7 @@ def shard(name: str, full: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
     if dim is None:
         return full
     # SwiGLU: gate and up projection are stacked, and each is cut on its own.
-    blocks = full.chunk(2) if "linear_fc1" in name else [full]
+    blocks = full.chunk(2) if ".linear_fc1." in name else [full]
     return torch.cat([block.chunk(tp, dim)[rank] for block in blocks], dim)
 
 
