@@ -28,7 +28,7 @@ def widths(tp_degree: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, name: str, tp_degree: int) -> Layout:
+def layouts_of(draw: st.DrawFn, name: str, tp_degree: int) -> Layout:
     """Every way of cutting a parameter over tensor-parallel ranks, sizes of zero and one included."""
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -67,7 +67,7 @@ def jobs(draw: st.DrawFn) -> Job:
     tp_degree, degree = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     owned = draw(st.integers(1, 6))
     unowned = draw(st.integers(0, 2))
-    found = [draw(layouts(f"p{index}", tp_degree)) for index in range(owned + unowned)]
+    found = [draw(layouts_of(f"p{index}", tp_degree)) for index in range(owned + unowned)]
     return Job(tuple(found[:owned]), tuple(found[owned:]), draw(st.sampled_from([ADAM, MIXED])), tp_degree, degree)
 
 
@@ -191,8 +191,7 @@ def test_every_copy_of_an_element_arrives_once_and_averaged_ones_in_rank_order(j
             assert (copies == layout.tp_degree).all()
         if not subject.owned and not layout.averaged:
             assert (copies == 1).all()
-            first = {min(box.holders) for t in arriving[index] for box in t.boxes if layout.replicated}
-            assert first <= {0}
+            assert all(t.holding.tp_rank == box.holders[0] for t in arriving[index] for box in t.boxes)
 
 
 @patient
@@ -269,6 +268,20 @@ def test_a_writers_own_copy_of_a_replica_is_laid_first_and_does_not_travel():
         first = next(t for t in plan.transfers if plan.extents[t.extent] is extent and t.turn == 0)
         assert first.holding.rank == extent.writer
     assert plan.bytes_moved == 8 * 4  # one copy travels, to be compared
+
+
+def test_what_stays_on_its_rank_takes_no_room_in_a_bucket():
+    plan = make_plan(Job((replicated("norm.weight", 1000, 1),), (), ADAM, tp_degree=1, degree=1).subjects(), 1, 64)
+    assert len(plan.transfers) > 100 and plan.rounds == 1 and plan.bytes_moved == 0
+
+
+def test_a_file_goes_to_the_rank_that_holds_most_of_it_while_that_has_room():
+    layouts = tuple(replicated(name, numel, 1) for name, numel in [("a", 11), ("b", 4), ("c", 9)])
+    plan = make_plan(Job(layouts, (), ADAM, tp_degree=1, degree=2).subjects(), 2, 64)  # rank 0 holds a and 1 of b's 4
+
+    writers = {(plan.subjects[extent.subject].name, extent.writer) for extent in plan.extents}
+    assert writers == {("a", 0), ("b", 1), ("c", 1)}
+    assert plan.bytes_moved == 3 * 8  # one element of each state of b, rounded up
 
 
 def test_a_frozen_parameter_that_is_averaged_gets_all_copies():
