@@ -8,6 +8,8 @@
     raw     each rank writes its share of files of just the sizes that the export has, and fsyncs each of them
     export  this package's export alone; durable when it returns
     stock   DeepSpeed's save_checkpoint alone, which never fsyncs; then the time with an fsync of its files
+
+Beside the seconds on the clock stand processor seconds, over all ranks: a busy machine stretches the former.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -36,9 +38,10 @@ WORLD, TP = 4, 2
 
 @dataclass
 class Measured:
-    """Seconds of every round, by what was timed, and what the exports report."""
+    """Seconds of every round, by what was timed (cpu: this rank's processor), and what the exports report."""
 
     parameters: int
+    cpu: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     files: int = 0
@@ -49,7 +52,10 @@ class Measured:
 
 
 def measure(directory: Path, size_name: str, rounds: int, keep: bool) -> Measured:
-    """Runs on every rank; what rank 0 returns counts. keep: leave the last regular checkpoint in place."""
+    """Runs on every rank; each returns its own processor seconds, the rest is everybody's.
+
+    keep: leave the last regular checkpoint in place.
+    """
     import megads_ucp
     from megads_ucp.hooks import attachment
     from tests.benchmarks.subject import SIZES, build_engine, client_state, train_one_step
@@ -73,16 +79,22 @@ def measure(directory: Path, size_name: str, rounds: int, keep: bool) -> Measure
         _write_share(raw, names, content)
 
     universal, regular, raw = directory / "bench_universal", directory / "bench", directory / "raw"
-    measured.seconds["first export"].append(seconds_of(export))
+
+    def timed(name: str, work: Callable[[], Any]) -> None:
+        busy = time.process_time()
+        measured.seconds[name].append(seconds_of(work))
+        measured.cpu[name].append(time.process_time() - busy)
+
+    timed("first export", export)
     names = {path.relative_to(universal): path.stat().st_size for path in files_below(universal)}
     content = os.urandom(max(names.values()))
     measured.files, measured.parameters = len(names), _parameters(names)
     for turn in range(rounds):
         _remove(universal)
-        measured.seconds["raw"].append(seconds_of(write_raw))
+        timed("raw", write_raw)
         _remove(raw)
 
-        measured.seconds["export"].append(seconds_of(export))
+        timed("export", export)
         report = exporter.last_report
         assert report is not None
         for phase, seconds in report.seconds.items():
@@ -90,10 +102,9 @@ def measure(directory: Path, size_name: str, rounds: int, keep: bool) -> Measure
         measured.nbytes, measured.nbytes_moved = report.nbytes, report.nbytes_moved
         measured.imbalance = report.imbalance
 
-        seconds = seconds_of(stock)
-        measured.seconds["stock"].append(seconds)
+        timed("stock", stock)
         synced = seconds_of(lambda: fsync_files(regular) if dist.get_rank() == 0 else None)
-        measured.seconds["stock, fsynced"].append(seconds + synced)
+        measured.seconds["stock, fsynced"].append(measured.seconds["stock"][-1] + synced)
         measured.stock_nbytes = sum(path.stat().st_size for path in files_below(regular))
         if not (keep and turn == rounds - 1):
             _remove(regular)
@@ -142,7 +153,8 @@ def convert(directory: Path) -> float:
     return seconds
 
 
-def report(where: Path, measured: Measured) -> str:
+def report(where: Path, ranks: list[Measured]) -> str:
+    measured = ranks[0]
     medians = {name: median(values) for name, values in measured.seconds.items()}
     raw, stock = medians["raw"], medians["stock"]
     title = {
@@ -158,7 +170,8 @@ def report(where: Path, measured: Measured) -> str:
         if name in medians:
             seconds, spread = medians[name], measured.seconds[name]
             ratios = f"{seconds / raw:.2f}", f"{seconds / stock:.2f}"
-            rows.append((label, f"{seconds:.2f}", f"{min(spread):.2f}-{max(spread):.2f}", *ratios))
+            cpu = f"{sum(median(rank.cpu[name]) for rank in ranks):.2f}" if measured.cpu[name] else ""
+            rows.append((label, f"{seconds:.2f}", f"{min(spread):.2f}-{max(spread):.2f}", *ratios, cpu))
     phases = ", ".join(f"{phase} {median(values):.2f}" for phase, values in measured.phases.items())
     rounds = len(measured.seconds["export"])
     return "\n".join(
@@ -166,7 +179,7 @@ def report(where: Path, measured: Measured) -> str:
             "",
             f"{where}: {measured.parameters / 1e6:.1f}M parameters, TP {TP} x DP {WORLD // TP}, medians of {rounds}; "
             f"load {load_average()}",
-            table(("", "s", "min-max", "/ raw", "/ stock"), rows),
+            table(("", "s", "min-max", "/ raw", "/ stock", "cpu s"), rows),
             f"export: {measured.nbytes / MB:.0f} MB in {measured.files} files "
             f"(stock save: {measured.stock_nbytes / MB:.0f} MB); moved between ranks {measured.nbytes_moved / MB:.0f} "
             f"MB = {measured.nbytes_moved / measured.nbytes:.2f} of it; busiest writer / mean {measured.imbalance:.3f}",
@@ -185,10 +198,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
     for where in args.dir:
         with tempfile.TemporaryDirectory(dir=where, prefix="bench-export-") as folder:
             directory = Path(folder)
-            measured = on_ranks(measure, WORLD, directory, args.size, args.rounds, args.converter)[0]
+            ranks = on_ranks(measure, WORLD, directory, args.size, args.rounds, args.converter)
             if args.converter:
-                measured.seconds["converter"].append(convert(directory))
-            print(report(where, measured), flush=True)
+                ranks[0].seconds["converter"].append(convert(directory))
+            print(report(where, ranks), flush=True)
 
 
 if __name__ == "__main__":

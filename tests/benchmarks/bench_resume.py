@@ -14,6 +14,7 @@ its survey of the model, the headers of the files.
     needed    bytes of this target's own fragments in all states, over all ranks
     floor     the same in whole rows: from the first to the last element of each strided run
     memory    the most that any rank held beyond what it held before
+    gather    what both end with, DeepSpeed's all-gather of the weights just loaded, on its own
     alone     one rank reads its part from a cold cache while the others wait: the kernel's count of bytes it fetched
               from storage for this process (read-ahead included), over the bytes asked
 """
@@ -25,7 +26,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,7 @@ class Measured:
 
     stock: Loads
     ours: Loads
+    gather: Loads
     needed: int = 0
     floor: int = 0
     alone_asked: int = 0
@@ -95,17 +97,17 @@ def measure(directory: Path, size_name: str, tp: int, rounds: int) -> Measured:
     from tests.benchmarks.subject import SIZES, build_engine
 
     engine = build_engine(SIZES[size_name], tp, {"checkpoint": {"load_universal": True}})
-    measured = Measured(Loads(), Loads())
+    measured = Measured(Loads(), Loads(), Loads())
 
     def load() -> None:
         path, _ = engine.load_checkpoint(str(directory))
         assert path is not None
 
-    def timed(loads: Loads, temperature: str) -> None:
+    def timed(work: Callable[[], None], loads: Loads, temperature: str) -> None:
         storage.reset_bytes_read()
         busy = time.process_time()
         with PeakMemory() as memory, loads_counted() as loaded:
-            loads.seconds[temperature].append(seconds_of(load))
+            loads.seconds[temperature].append(seconds_of(work))
         loads.cpu[temperature].append(time.process_time() - busy)
         loads.asked = storage.bytes_read() + loaded()
         loads.memory = max(loads.memory, memory.extra)
@@ -117,8 +119,9 @@ def measure(directory: Path, size_name: str, tp: int, rounds: int) -> Measured:
             if temperature == "cold":
                 _evict_together(directory)
             with _plugin(engine, installed=loads is measured.ours):
-                timed(loads, temperature)
+                timed(load, loads, temperature)
             states.append(_digest(engine))
+        timed(engine.optimizer.update_lp_params, measured.gather, temperature)
         assert states[0] == states[1], f"the two ways disagree on rank {dist.get_rank()}"
 
     _read_alone(engine, directory, measured)
@@ -201,7 +204,7 @@ def report(by_target: dict[str, list[Measured]]) -> str:
     rows = []
     for target, ranks in by_target.items():
         needed, floor = (sum(getattr(rank, what) for rank in ranks) for what in ("needed", "floor"))
-        for way in ("stock", "ours"):
+        for way in ("stock", "ours", "gather"):
             loads: list[Loads] = [getattr(rank, way) for rank in ranks]
             asked = sum(load.asked for load in loads)
             row = [target if way == "stock" else "", way]
@@ -210,7 +213,8 @@ def report(by_target: dict[str, list[Measured]]) -> str:
                 base = median(ranks[0].stock.seconds[temperature])
                 row += [f"{seconds:.2f}", f"{seconds / base:.2f}"]
             row += [f"{sum(median(load.cpu['warm']) for load in loads):.2f}"]
-            row += [f"{asked / MB:.1f}", f"{needed / MB:.1f}", f"{asked / needed:.2f}", f"{asked / floor:.3f}"]
+            of_files = f"{asked / MB:.1f}", f"{needed / MB:.1f}", f"{asked / needed:.2f}", f"{asked / floor:.3f}"
+            row += of_files if asked else ("", "", "", "")
             row += [f"{max(load.memory for load in loads) / MB:.1f}"]
             first = ranks[0]
             row += [f"{first.alone_fetched / first.alone_asked:.3f}" if way == "ours" else ""]
