@@ -40,11 +40,11 @@ def trained(kind: str = "bf16_optimizer", steps: int = 1) -> Any:
 
 
 def killed_during_an_export(
-    save: Path, victim: int, arm: Callable[[list[int]], None], *, doomed: bool = False
+    save: Path, victim: int, arm: Callable[[list[int]], None], *, tag: str = "new", doomed: bool = False
 ) -> tuple[list[str], float]:
-    """On each of 3 ranks: exports "old", then "new"; ``arm`` prepares a death on the victim, given all process ids.
+    """On each of 3 ranks: exports "old", then ``tag``; ``arm`` prepares a death on the victim, given all process ids.
 
-    Returns what this rank reported about "new", and after how many seconds; if it is ``doomed``, it waits for its end.
+    Returns what this rank reported about it, and after how many seconds; if it is ``doomed``, it waits for its end.
     """
     install(timeout_minutes=5.0)
     engine = trained()
@@ -56,7 +56,7 @@ def killed_during_an_export(
         arm(processes)
     started = time.monotonic()
     with reports() as messages:
-        engine.save_checkpoint(str(save), tag="new")
+        engine.save_checkpoint(str(save), tag=tag)
     elapsed = time.monotonic() - started
     if doomed:
         time.sleep(60)
@@ -70,17 +70,21 @@ def assert_old_or_new(save: Path) -> str:
     for universal in save.glob("*_universal"):
         if universal.is_dir():
             assert_complete(universal)
-    for file in [*(save / "old").iterdir(), *(save / "new").iterdir()]:
+    for file in [*save.glob("old/*"), *save.glob("new/*")]:
         torch.load(file, weights_only=False)
     return name
 
 
-def assert_next_export_cleans_up(save: Path) -> None:
+def body_that_exports(save: Path, tag: str) -> Callable[[], None]:
     def body() -> None:
         install(strict=True)
-        trained().save_checkpoint(str(save), tag="new")
+        trained().save_checkpoint(str(save), tag=tag)
 
-    run_ranks(body, 1)
+    return body
+
+
+def assert_next_export_cleans_up(save: Path) -> None:
+    run_ranks(body_that_exports(save, "new"), 1)
     assert (save / LATEST).read_text() == "new_universal"
     assert entries(save) == sorted(["latest", LATEST, "old", "old_universal", "new", "new_universal"])
     assert_complete(save / "new_universal")
@@ -136,6 +140,27 @@ def test_a_job_killed_during_an_export_leaves_the_older_one(tmp_path, moment):
     run_ranks(body, 3, expect_death=dict.fromkeys(range(3), signal.SIGKILL))
     assert assert_old_or_new(tmp_path) == "old_universal"
     assert_next_export_cleans_up(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "open .*old_universal.*optimizer_state.pt",
+        pytest.param("open .*latest_universal.new", marks=pytest.mark.slow),  # just after the two have changed places
+        pytest.param("os.rmdir", marks=pytest.mark.slow),  # amid the deletion of the older one
+    ],
+)
+def test_a_job_killed_while_it_replaces_an_export_leaves_one_of_the_two(tmp_path, moment):
+    def body() -> None:
+        killed_during_an_export(tmp_path, 0, lambda processes: before(moment, partial(kill, processes)), tag="old")
+
+    run_ranks(body, 3, expect_death=dict.fromkeys(range(3), signal.SIGKILL))
+    assert assert_old_or_new(tmp_path) == "old_universal"
+    step = read_manifest(tmp_path / "old_universal")["run"]["global_steps"]
+    assert step == (1 if "optimizer_state" in moment else 2)
+    run_ranks(body_that_exports(tmp_path, "old"), 1)
+    assert entries(tmp_path) == sorted(["latest", LATEST, "old", "old_universal"])
+    assert_complete(tmp_path / "old_universal")
 
 
 @pytest.mark.slow
