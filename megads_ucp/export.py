@@ -100,7 +100,8 @@ class Exporter:
                 self._surveyor.give_up(failure)  # unforeseen, so perhaps on this rank alone: nobody shall wait for it
             if self._config.strict:
                 raise
-            logger.error("no universal checkpoint %s: %s. The regular checkpoint is untouched.", directory, failure)
+            reason = str(failure).removesuffix(".")
+            logger.error("no universal checkpoint %s: %s. The regular checkpoint is untouched.", directory, reason)
         return self.last_report
 
     def _export(
@@ -147,8 +148,8 @@ class Exporter:
     def _current_plan(self, live: LiveState, client_state: Mapping[str, Any], absent: Collection[str]) -> Plan:
         """The plan of the last export, or a new one if anything that it depends on has changed on any rank."""
         channel = self._surveyor.channel
-        info = client_state.get(UNIVERSAL_CHECKPOINT_INFO, getattr(live.module, UNIVERSAL_CHECKPOINT_INFO, None))
         with channel.agreed("describing the model"):
+            info = client_state.get(UNIVERSAL_CHECKPOINT_INFO) or live.client_info()
             description = describe(live, info, absent)
         survey = self._surveyor.survey(description, first_of_replicas=live.groups[0].shard_rank == 0)
         if self._plan is None or survey is not self._survey:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What export and restore see of a running engine: plain data and a few callables, nothing of DeepSpeed.
+"""What export and restore see of a running engine: plain data and a few callables, no DeepSpeed objects.
 
 hooks.py fills these in; every DeepSpeed attribute is named there and nowhere else.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 
 from megads_ucp.partition import FlatGroup, Fragment, Partition
 
@@ -122,6 +123,12 @@ class LiveState:
     model_state: Callable[[Mapping[str, Any], bool], dict[str, Any]]
     half_precision: bool
     facts: Callable[[], dict[str, Any]]
+
+    def client_info(self) -> Mapping[str, Any] | None:
+        """The model's own ``universal_checkpoint_info``: a dict (AutoTP) or a method (Megatron-DeepSpeed)."""
+        info = getattr(self.module, UNIVERSAL_CHECKPOINT_INFO, None)
+        told: Mapping[str, Any] | None = info() if callable(info) else info
+        return told
 
     def frozen(self) -> list[str]:
         """Names of the parameters that are not trained."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import LOSS_SCALER, PARAM_GROUPS, UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.checkpoint.constants import LOSS_SCALER, PARAM_GROUPS
 
 from megads_ucp import storage
 from megads_ucp.errors import StorageError
@@ -141,6 +141,11 @@ class Restorer:
             prepared = _Prepared(checkpoint, request, checkpoint.common_state())
             if request.optimizer_states:
                 _check_groups(live.groups, prepared.common, checkpoint)
+        if checkpoint.manifest is None and request.optimizer_states and len(live.groups) > 1 and channel.rank == 0:
+            logger.warning(
+                "%s does not say which parameters were in which group: its %d groups are matched by position.",
+                *(directory, len(live.groups)),
+            )
         layouts = self._layouts(checkpoint)
         with channel.agreed(f"checking {directory}"):
             for group in live.groups:
@@ -188,9 +193,8 @@ class Restorer:
 
     def _layouts(self, checkpoint: Checkpoint) -> Mapping[str, Layout]:
         """This stage's layouts in the target model; where its layers are silent, the checkpoint's own words count."""
-        info = getattr(self._live.module, UNIVERSAL_CHECKPOINT_INFO, None)
-        info = info() if callable(info) else info
         with self._surveyor.channel.agreed(f"checking {checkpoint.directory}"):
+            info = self._live.client_info()
             if info is None and self._live.coordinates.tp_degree > 1:
                 info = checkpoint.info()
             description = describe(self._live, info)
