@@ -26,7 +26,7 @@ from megads_ucp.layout.info import info_of
 from megads_ucp.live import STEP, LiveState
 from megads_ucp.manifest import file_records, group_facts, manifest, split_crc32
 from megads_ucp.plan import Plan, make_plan
-from megads_ucp.survey import UNOWNED, Survey, Surveyor, describe
+from megads_ucp.survey import UNOWNED, Survey, Surveyor
 from megads_ucp.writer import ExtentWriter, Snapshot
 
 logger = logging.getLogger("megads_ucp")
@@ -150,7 +150,7 @@ class Exporter:
         channel = self._surveyor.channel
         with channel.agreed("describing the model"):
             info = client_state.get(UNIVERSAL_CHECKPOINT_INFO) or live.client_info()
-            description = describe(live, info, absent)
+            description = self._surveyor.describe(live, info, absent)
         survey = self._surveyor.survey(description, first_of_replicas=live.groups[0].shard_rank == 0)
         if self._plan is None or survey is not self._survey:
             if channel.rank == 0:
@@ -244,7 +244,7 @@ class Exporter:
         with channel.agreed(f"committing {staging.target}"):
             if told is not None:
                 groups = [group for _, theirs in told for group in theirs]
-                files = file_records(plan, everything)
+                files = file_records(plan, self._writer.frame, everything)
                 content = manifest(live, plan, files, groups, absent, staging.run_id)
                 storage.write_manifest(staging.directory, content)
                 staging.commit(latest, sizes={file.path: file.nbytes for file in files})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import deepspeed
@@ -13,7 +13,7 @@ import torch
 
 from megads_ucp import storage
 from megads_ucp.live import LiveState
-from megads_ucp.plan import Plan, Subject
+from megads_ucp.plan import Extent, Plan, Subject
 from megads_ucp.writer import file_name, records_by_file
 
 
@@ -37,15 +37,15 @@ def split_crc32(plan: Plan, records: list[storage.ExtentRecord]) -> dict[str, in
     return {name: storage.payload_crc32(by_file[name]) for name in sorted(split)}
 
 
-def file_records(plan: Plan, records: list[storage.ExtentRecord]) -> list[storage.FileRecord]:
-    """The record of every file of the checkpoint, from all ranks' records."""
+def file_records(
+    plan: Plan, frame: Callable[[Plan, Extent], storage.Frame], records: list[storage.ExtentRecord]
+) -> list[storage.FileRecord]:
+    """The record of every file of the checkpoint, from all ranks' records; ``frame`` gives an extent's file's."""
     by_file = records_by_file(records)
     files = []
     for extent in plan.extents:
         if extent.start == 0:
-            subject = plan.subjects[extent.subject]
-            frame = storage.frame(subject.layout.shape, extent.state.written, subject.metadata())
-            files.append(storage.FileRecord.of_tensor(frame, by_file.pop(file_name(plan, extent))))
+            files.append(storage.FileRecord.of_tensor(frame(plan, extent), by_file.pop(file_name(plan, extent))))
     files.extend(storage.FileRecord.of_object(whole) for parts in by_file.values() for whole in parts)
     return sorted(files, key=lambda file: file.path)
 

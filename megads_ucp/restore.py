@@ -23,7 +23,7 @@ from megads_ucp.errors import StorageError
 from megads_ucp.layout.core import Layout
 from megads_ucp.live import MASTER, STEP, LiveGroup, LiveState
 from megads_ucp.reading import Checkpoint, Read, fitting_layout
-from megads_ucp.survey import Surveyor, describe
+from megads_ucp.survey import Surveyor
 
 logger = logging.getLogger("megads_ucp")
 
@@ -197,7 +197,7 @@ class Restorer:
             info = self._live.client_info()
             if info is None and self._live.coordinates.tp_degree > 1:
                 info = checkpoint.info()
-            description = describe(self._live, info)
+            description = self._surveyor.describe(self._live, info)
         survey = self._surveyor.survey(description, self._live.groups[0].shard_rank == 0)
         return survey.layouts[self._live.coordinates.stage]
 

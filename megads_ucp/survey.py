@@ -111,12 +111,34 @@ class Survey:
         return sorted({description.coordinates.stage for description in self.descriptions})
 
 
-def describe(live: LiveState, info: Mapping[str, Any] | None, exclude: Collection[str] = ()) -> RankDescription:
-    """This rank's description, without the unowned tensors named in ``exclude``.
+@dataclass(frozen=True)
+class LayerWords:
+    """What a model's layers say about their parameters' layouts, by source."""
+
+    claims: tuple[Claim, ...]
+    vocabulary: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def ask_layers(live: LiveState) -> LayerWords:
+    """Ask every layer.
 
     Raises:
         LayoutError: a layer says something that its own tensors contradict.
     """
+    layers = rules_from_sharded_state_dict(live.module, live.parameters)
+    claims = (
+        Claim("megatron-core", Trust.LAYERS, layers.rules),
+        Claim("AutoTP", Trust.LAYERS, rules_from_autotp(live.module, live.parameters)),
+        Claim(ATTRIBUTES, Trust.ATTRIBUTES, rules_from_attributes(live.parameters, live.coordinates.tp_degree)),
+    )
+    return LayerWords(claims, layers.vocabulary, layers.warnings)
+
+
+def describe(
+    live: LiveState, words: LayerWords, info: Mapping[str, Any] | None, exclude: Collection[str] = ()
+) -> RankDescription:
+    """This rank's description, without the unowned tensors named in ``exclude``."""
     groups = tuple(
         GroupDescription(
             flat=group.flat,
@@ -128,13 +150,9 @@ def describe(live: LiveState, info: Mapping[str, Any] | None, exclude: Collectio
     )
     unowned = tuple((name, tuple(value.shape)) for name, value in live.unowned().items() if name not in exclude)
     buffers = tuple(name for name, _ in unowned if name not in live.parameters)
-    layers = rules_from_sharded_state_dict(live.module, live.parameters)
-    claims = (
-        Claim("megatron-core", Trust.LAYERS, layers.rules),
-        Claim("AutoTP", Trust.LAYERS, rules_from_autotp(live.module, live.parameters)),
-        Claim(ATTRIBUTES, Trust.ATTRIBUTES, rules_from_attributes(live.parameters, live.coordinates.tp_degree)),
+    return RankDescription(
+        live.coordinates, groups, unowned, buffers, words.claims, info, words.vocabulary, words.warnings
     )
-    return RankDescription(live.coordinates, groups, unowned, buffers, claims, info, layers.vocabulary, layers.warnings)
 
 
 class Surveyor:
@@ -145,6 +163,18 @@ class Surveyor:
         self._channel: Channel | None = None
         self._seen: list[list[int]] = []
         self._survey: Survey | None = None
+        self._words: LayerWords | None = None
+
+    def describe(
+        self, live: LiveState, info: Mapping[str, Any] | None, exclude: Collection[str] = ()
+    ) -> RankDescription:
+        """This rank's description; the layers are asked once, since what they say of their shapes does not change.
+
+        Raises:
+            LayoutError: as :func:`ask_layers`.
+        """
+        self._words = self._words or ask_layers(live)
+        return describe(live, self._words, info, exclude)
 
     def connect(self) -> Channel:
         """The channel for one export or resume: the last one's, unless some rank has hung up on it. Collective."""

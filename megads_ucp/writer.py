@@ -61,14 +61,23 @@ class ExtentWriter:
     def __init__(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._plan: Plan | None = None
-        self._frames: dict[int, storage.Frame] = {}
+        self._mine: dict[int, Extent] = {}
+        self._frames: dict[tuple[int, torch.dtype], storage.Frame] = {}
+
+    def frame(self, plan: Plan, extent: Extent) -> storage.Frame:
+        """The frame of the extent's file: made once per plan, and one for all states of a parameter in one dtype."""
+        if plan is not self._plan:
+            self._plan, self._frames = plan, {}
+        key = extent.subject, extent.state.written
+        if key not in self._frames:
+            subject = plan.subjects[extent.subject]
+            self._frames[key] = storage.frame(subject.layout.shape, extent.state.written, subject.metadata())
+        return self._frames[key]
 
     def prepare(self, plan: Plan, rank: int, staging: storage.Staging) -> Sink:
         """A sink for this rank's extents."""
         mine = {index: extent for index, extent in enumerate(plan.extents) if extent.writer == rank}
-        if plan is not self._plan:
-            self._frames = {index: _frame(plan, extent) for index, extent in mine.items()}
-            self._plan = plan
+        frames = {index: self.frame(plan, extent) for index, extent in mine.items()}
         sizes = {i: -(-extent.nbytes // _EXTENT_ALIGNMENT) * _EXTENT_ALIGNMENT for i, extent in mine.items()}
         if self._arena.numel() < sum(sizes.values()):
             self._arena = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is asked for
@@ -77,19 +86,14 @@ class ExtentWriter:
         for index, extent in mine.items():
             buffers[index] = self._arena[offset : offset + extent.nbytes].view(extent.state.written)
             offset += sizes[index]
-        return Sink(plan, staging, buffers, self._frames)
+        self._mine = mine
+        return Sink(plan, staging, buffers, frames)
 
     def split_frames(self, plan: Plan) -> Iterator[tuple[str, storage.Frame]]:
-        """Name and frame of every split file whose first extent this rank writes."""
-        for index, frame in self._frames.items():
-            extent = plan.extents[index]
+        """Name and frame of every split file whose first extent this rank writes, as last prepared."""
+        for extent in self._mine.values():
             if extent.start == 0 and extent.stop < plan.subjects[extent.subject].layout.numel:
-                yield file_name(plan, extent), frame
-
-
-def _frame(plan: Plan, extent: Extent) -> storage.Frame:
-    subject = plan.subjects[extent.subject]
-    return storage.frame(subject.layout.shape, extent.state.written, subject.metadata())
+                yield file_name(plan, extent), self.frame(plan, extent)
 
 
 class Sink:
