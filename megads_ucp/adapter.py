@@ -38,6 +38,7 @@ ATTRIBUTES_USED: dict[type, tuple[str, ...]] = {
         *("optimizer", "module", "mpu", "_config", "has_moe_layers", "fp16_enabled", "use_node_local_storage"),
         *("zero_optimization", "zero_optimization_stage", "zero_optimization_partition_gradients"),
         *("zero_nvme_offload_optimizer", "_common_checkpoint_state"),
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "data_parallel_group"),
     ),
     BF16_Optimizer: (
         *("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition", "real_dp_process_group", "group_paddings"),
@@ -230,6 +231,9 @@ def _facts(engine_ref: weakref.ref[DeepSpeedEngine]) -> dict[str, Any]:
     assert engine is not None
     return {
         "global_steps": engine.global_steps,
+        "train_batch_size": engine.train_batch_size(),
+        "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
+        "data_parallel": ds_comm.get_world_size(group=engine.data_parallel_group),
         "zero_stage": int(engine.zero_optimization_stage()),
         "zero_optimizer": type(engine.optimizer).__name__,
         "base_optimizer": type(engine.optimizer.optimizer).__name__,

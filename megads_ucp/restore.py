@@ -141,11 +141,9 @@ class Restorer:
             prepared = _Prepared(checkpoint, request, checkpoint.common_state())
             if request.optimizer_states:
                 _check_groups(live.groups, prepared.common, checkpoint)
-        if checkpoint.manifest is None and request.optimizer_states and len(live.groups) > 1 and channel.rank == 0:
-            logger.warning(
-                "%s does not say which parameters were in which group: its %d groups are matched by position.",
-                *(directory, len(live.groups)),
-            )
+        if channel.rank == 0 and request.optimizer_states:
+            for warning in _warnings(checkpoint, live):
+                logger.warning("%s %s", directory, warning)
         layouts = self._layouts(checkpoint)
         with channel.agreed(f"checking {directory}"):
             for group in live.groups:
@@ -200,6 +198,32 @@ class Restorer:
             description = self._surveyor.describe(self._live, info)
         survey = self._surveyor.survey(description, self._live.groups[0].shard_rank == 0)
         return survey.layouts[self._live.coordinates.stage]
+
+
+def _warnings(checkpoint: Checkpoint, live: LiveState) -> Iterator[str]:
+    """What is allowed, but should not go unnoticed."""
+    if checkpoint.manifest is None:
+        if len(live.groups) > 1:
+            yield f"does not say which parameters were in which group: its {len(live.groups)} go by position."
+        return
+    saved, facts = checkpoint.manifest["run"].get("train_batch_size"), live.facts()
+    if saved not in (None, facts["train_batch_size"]):
+        yield (
+            f"was trained with a global batch of {saved}, this run has one of {facts['train_batch_size']}. "
+            + batch_advice(saved, facts["data_parallel"], facts["micro_batch_size"])
+        )
+
+
+def batch_advice(batch: int, degree: int, micro_batch: int) -> str:
+    """How a global batch is kept at a data-parallel degree: the accumulation steps that fit, with what micro batch."""
+    if batch % degree:
+        near = [other for other in range(1, batch + 1) if batch % other == 0 and degree / 2 <= other <= degree * 2]
+        return f"{batch} samples do not divide over DP {degree}; degrees near it that fit: {near or 'none'}."
+    if batch % (degree * micro_batch) == 0:
+        return f"To keep {batch}, set gradient_accumulation_steps to {batch // degree // micro_batch}."
+    each = batch // degree
+    fitting = [f"{micro} x {each // micro}" for micro in range(1, each + 1) if each % micro == 0]
+    return f"To keep {batch} at DP {degree}, micro batch x gradient_accumulation_steps must be one of {fitting}."
 
 
 def _check_groups(groups: Iterable[LiveGroup], common: Mapping[str, Any], checkpoint: Checkpoint) -> None:
