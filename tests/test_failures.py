@@ -214,13 +214,17 @@ def test_a_rank_that_is_stuck_costs_one_export_and_no_more(tmp_path):
 # ---------------------------------------------------------------------------------------------------- F2, F6: the disk
 
 
+SIZES = (7, 130, 110, 5)
+LARGE = 40_000  # bytes: less than the largest weight of that model, more than a rank prints
+
+
 def body_of_trouble(save: Path, *troubles: Callable[[Path], None]) -> tuple[list[list[str]], list[float]]:
     """On each rank: exports "old"; then, once per trouble, trains a step and exports that step's number; then "new".
 
     Returns the reports of each of these exports but the first, and the losses of all steps.
     """
     install()
-    engine = initialize(MLP(), "bf16_optimizer")
+    engine = initialize(MLP(SIZES), "bf16_optimizer")
     losses = train(engine, mlp_batches(0, 1))
     engine.save_checkpoint(str(save), tag="old")
     told = []
@@ -237,7 +241,7 @@ def body_of_trouble(save: Path, *troubles: Callable[[Path], None]) -> tuple[list
 
 
 def undisturbed_losses(steps: int) -> list[float]:
-    return run_ranks(lambda: train(initialize(MLP(), "bf16_optimizer"), mlp_batches(0, steps)), 2)[0]
+    return run_ranks(lambda: train(initialize(MLP(SIZES), "bf16_optimizer"), mlp_batches(0, steps)), 2)[0]
 
 
 def assert_told(told: list[list[str]], pattern: str) -> None:
@@ -253,7 +257,7 @@ def on_rank(rank: int, act: Callable[[], object]) -> None:
 
 
 def forbid_large_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (700, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGE, resource.RLIM_INFINITY))
 
 
 def allow_large_files() -> None:
