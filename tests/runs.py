@@ -148,7 +148,11 @@ def hyperparameters(universal: Path) -> list[dict[str, Any]]:
 
 
 class Log(logging.Handler):
-    """Collects what the package logs on this rank at WARNING and above."""
+    """Collects what the package logs on this rank at WARNING and above.
+
+    All but the remark that the global batch has changed: DeepSpeed derives it from DP here, and train() splits one of
+    its own.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -156,4 +160,5 @@ class Log(logging.Handler):
         logging.getLogger("megads_ucp").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+        if "global batch" not in record.getMessage():
+            self.messages.append(record.getMessage())

@@ -113,9 +113,12 @@ def test_an_expected_death_that_does_not_happen_is_a_failure() -> None:
         run_ranks(lambda: None, 1, expect_death={0: signal.SIGKILL})
 
 
-def test_shared_memory_of_killed_ranks_is_removed() -> None:
+def test_shared_memory_of_killed_ranks_is_removed(tmp_path: Path) -> None:
     def body() -> None:
         Path(f"/dev/shm/torch_{os.getpid()}_left").write_bytes(b"x")
+        (tmp_path / str(dist.get_rank())).touch()
+        while len(list(tmp_path.iterdir())) < 2:  # else one would die while the other is still connecting to it
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
     before = {path.name for path in Path("/dev/shm").iterdir()}
