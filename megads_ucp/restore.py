@@ -19,8 +19,8 @@ import torch
 from deepspeed.checkpoint.constants import LOSS_SCALER, PARAM_GROUPS
 
 from megads_ucp import storage
-from megads_ucp.errors import StorageError
-from megads_ucp.layout.core import Layout
+from megads_ucp.errors import LayoutError, StorageError
+from megads_ucp.layout.core import Layout, check_unscaled
 from megads_ucp.live import MASTER, STEP, LiveGroup, LiveState
 from megads_ucp.reading import Checkpoint, Read, fitting_layout
 from megads_ucp.survey import Surveyor
@@ -56,6 +56,8 @@ class _Prepared:
     unowned: list[Read] = field(default_factory=list)
     states: list[list[str]] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
+    aside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Live tensors that are not contiguous, each with the memory that its values are read into."""
     kept: list[str] = field(default_factory=list)
     """What the checkpoint lacks, and so keeps the value it has."""
 
@@ -117,6 +119,8 @@ class Restorer:
         with channel.agreed(f"reading {prepared.checkpoint.directory} (the engine must not be used now)"):
             for read in prepared.unowned:
                 read.run(prepared.request.verify)
+            for value, flat in prepared.aside:
+                value.copy_(flat.view(value.shape))
         # Each rank knows of its own fragments only.
         kept = sorted({name for theirs in channel.gather(prepared.kept) or [] for name in theirs})
         if kept:
@@ -168,6 +172,8 @@ class Restorer:
                 if fragment.name in wanted:
                     file = checkpoint.file(fragment.name, state)
                     layout = fitting_layout(layouts[fragment.name], file)
+                    if state != MASTER:
+                        check_unscaled(layout, state)
                     boxes = layout.runs(tp_rank, fragment.param_start, fragment.numel)
                     yield Read(file, boxes, fragment.param_start, fragment.partition_start, fragment.numel, target)
 
@@ -187,7 +193,10 @@ class Restorer:
                 prepared.kept.append(f"{name} (of which it has one tensor-parallel rank's shard)")
                 continue
             boxes = fitting_layout(layouts[name], file).runs(tp_rank, 0, value.numel())
-            yield Read(file, boxes, 0, 0, value.numel(), functools.partial(torch.Tensor.view, value, -1))
+            flat = value.view(-1) if value.is_contiguous() else torch.empty(value.numel(), dtype=value.dtype)
+            if not value.is_contiguous():  # channels_last, for one: read aside, then copied into its place
+                prepared.aside.append((value, flat))
+            yield Read(file, boxes, 0, 0, value.numel(), functools.partial(torch.Tensor.detach, flat))
 
     def _layouts(self, checkpoint: Checkpoint) -> Mapping[str, Layout]:
         """This stage's layouts in the target model; where its layers are silent, the checkpoint's own words count."""
@@ -196,7 +205,10 @@ class Restorer:
             if info is None and self._live.coordinates.tp_degree > 1:
                 info = checkpoint.info()
             description = self._surveyor.describe(self._live, info)
-        survey = self._surveyor.survey(description, self._live.groups[0].shard_rank == 0)
+        try:
+            survey = self._surveyor.survey(description, self._live.groups[0].shard_rank == 0)
+        except LayoutError as error:  # on every rank alike
+            raise LayoutError(f"{checkpoint.directory} cannot be loaded into this model: {error}") from error
         return survey.layouts[self._live.coordinates.stage]
 
 

@@ -181,10 +181,12 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(7, 3, bias=False), nn.Linear(3, 5, bias=False)
         self.norm = nn.BatchNorm1d(5)
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.register_buffer("transposed", torch.arange(6.0).view(2, 3).t())  # not contiguous
         self.unused = nn.Linear(5, 3)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         inputs = inputs.to(self.base.weight.dtype)
+        self.transposed += 1
         outputs = self.base(inputs) + self.up(self.down(inputs))
         if outputs.dtype == torch.float32:  # torch has no batch normalization for bf16 with statistics in fp32
             outputs = self.norm(outputs)
@@ -192,7 +194,7 @@ class Adapted(nn.Module):
 
 
 FROZEN = ["base.bias", "base.weight"]
-BUFFERS = ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
+BUFFERS = ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var", "transposed"]
 
 
 def contents(engine: Any) -> dict[str, torch.Tensor]:
