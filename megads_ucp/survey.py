@@ -20,7 +20,7 @@ from deepspeed.checkpoint.constants import ORIGINAL_VOCAB_SIZE
 from megads_ucp.errors import LayoutError, PlanError
 from megads_ucp.exchange import Channel
 from megads_ucp.layout.autotp import rules_from_autotp
-from megads_ucp.layout.core import Layout, build_layout
+from megads_ucp.layout.core import Layout, build_layout, check_unscaled
 from megads_ucp.layout.megatron_core import ATTRIBUTES, rules_from_attributes, rules_from_sharded_state_dict
 from megads_ucp.layout.patterns import DEFAULT, PatternRules, rules_from_patterns
 from megads_ucp.layout.resolve import Claim, Trust, resolve
@@ -295,33 +295,45 @@ def _padded_vocabularies(peers: list[RankDescription]) -> dict[str, int]:
 
 
 def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Subject]]:
-    """The stage's parameters with everybody who holds a part of them, in the order of the groups."""
+    """The stage's parameters with everybody who holds a part of them, in the order of the groups.
+
+    DeepSpeed leaves a shard without elements out of a rank's groups (``filter_empty_parameters`` in
+    deepspeed/runtime/utils.py), so what a parameter's states are is asked of those ranks that hold something of it.
+    """
     groups = [_group_of_each(peer) for peer in peers]
-    for group in peers[0].groups:
-        for member in group.flat.members:
-            holdings: list[Holding] = []
-            for peer, theirs in zip(peers, groups, strict=True):
-                index = theirs.get(member.name)
-                _check_same_states(member.name, group, peer, index)
-                assert index is not None
-                holdings.extend(
-                    Holding(peer.groups[index].ranks[shard_rank], peer.coordinates.tp_rank, index, fragment)
-                    for shard_rank, fragment in peer.groups[index].flat.holders(member.name)
+    for name in dict.fromkeys(name for theirs in groups for name in theirs):
+        layout = layouts[name]
+        trained = [(peer, theirs[name]) for peer, theirs in zip(peers, groups, strict=True) if name in theirs]
+        first, index = trained[0]
+        for peer, theirs in zip(peers, groups, strict=True):
+            if name not in theirs and prod(layout.shard_shapes[peer.coordinates.tp_rank]):
+                raise LayoutError(
+                    f"parameter {name} is trained on tensor-parallel rank {first.coordinates.tp_rank} but not on rank "
+                    f"{peer.coordinates.tp_rank}. Freeze it on all of them or on none."
                 )
-            states = tuple(StateSpec(n, dtype, torch.float32 if n == MASTER else dtype) for n, dtype in group.states)
-            yield member.name, Subject(layouts[member.name], states, tuple(holdings))
+        for peer, other in trained[1:]:
+            _check_same_states(name, (first, index), (peer, other))
+        states = first.groups[index].states
+        for state, _ in states:
+            if state != MASTER:
+                check_unscaled(layout, state)
+        specs = tuple(StateSpec(n, dtype, torch.float32 if n == MASTER else dtype) for n, dtype in states)
+        holdings = tuple(
+            Holding(peer.groups[other].ranks[shard_rank], peer.coordinates.tp_rank, other, fragment)
+            for peer, other in trained
+            for shard_rank, fragment in peer.groups[other].flat.holders(name)
+        )
+        yield name, Subject(layout, specs, holdings)
     spec = (StateSpec(MASTER, torch.float32, torch.float32),)
     for name, _ in peers[0].unowned:
-        whole: list[Holding] = []
-        for peer, theirs in zip(peers, groups, strict=True):
-            if name in theirs:
-                raise _trained_here_and_there(name, peer.coordinates.tp_rank, 0)
-            numel = prod(layouts[name].shard_shapes[peer.coordinates.tp_rank])
-            if numel:
-                whole.append(
-                    Holding(peer.groups[0].ranks[0], peer.coordinates.tp_rank, UNOWNED, Fragment(name, numel, 0, 0))
-                )
-        yield name, Subject(layouts[name], spec, tuple(whole), owned=False)
+        if any(name in theirs for theirs in groups):
+            continue  # rank 0's shard of it is empty
+        whole = tuple(
+            Holding(peer.groups[0].ranks[0], peer.coordinates.tp_rank, UNOWNED, Fragment(name, numel, 0, 0))
+            for peer in peers
+            if (numel := prod(layouts[name].shard_shapes[peer.coordinates.tp_rank]))
+        )
+        yield name, Subject(layouts[name], spec, whole, owned=False)
 
 
 def _group_of_each(peer: RankDescription) -> dict[str, int]:
@@ -329,23 +341,16 @@ def _group_of_each(peer: RankDescription) -> dict[str, int]:
     return {member.name: index for index, group in enumerate(peer.groups) for member in group.flat.members}
 
 
-def _check_same_states(name: str, group: GroupDescription, peer: RankDescription, index: int | None) -> None:
-    """Check that ``peer`` trains the parameter with the states that tensor-parallel rank 0's ``group`` has."""
-    if index is None:
-        raise _trained_here_and_there(name, 0, peer.coordinates.tp_rank)
-    if dict(peer.groups[index].states) != dict(group.states):
+def _check_same_states(name: str, first: tuple[RankDescription, int], other: tuple[RankDescription, int]) -> None:
+    """Check that two tensor-parallel ranks, each with its group of the parameter, keep the same states of it."""
+    (one, here), (two, there) = first, other
+    mine, theirs = dict(one.groups[here].states), dict(two.groups[there].states)
+    if mine != theirs:
         raise PlanError(
-            f"parameter {name} has optimizer states {dict(group.states)} on tensor-parallel rank 0 and "
-            f"{dict(peer.groups[index].states)} on rank {peer.coordinates.tp_rank}. Use the same optimizer, and take "
-            "the same steps, on all of them."
+            f"parameter {name} has optimizer states {mine} on tensor-parallel rank {one.coordinates.tp_rank} and "
+            f"{theirs} on rank {two.coordinates.tp_rank}. Use the same optimizer, and take the same steps, on all of "
+            "them."
         )
-
-
-def _trained_here_and_there(name: str, here: int, there: int) -> LayoutError:
-    return LayoutError(
-        f"parameter {name} is trained on tensor-parallel rank {here} but not on rank {there}. Freeze it on all of them "
-        "or on none."
-    )
 
 
 def _canonical(value: Any) -> Any:

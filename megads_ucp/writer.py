@@ -11,7 +11,7 @@ import torch
 
 from megads_ucp import storage
 from megads_ucp.errors import LayoutError, PlanError
-from megads_ucp.live import MASTER, LiveState
+from megads_ucp.live import LiveState
 from megads_ucp.plan import Extent, Plan, Transfer
 from megads_ucp.survey import UNOWNED
 
@@ -111,14 +111,13 @@ class Sink:
         """Put one transfer's boxes into their extent's buffer.
 
         Raises:
-            LayoutError: a copy that a tensor-parallel rank holds differs from the one already laid down, or an
-                optimizer state of a scaled parameter would have to be scaled.
+            LayoutError: a copy that a tensor-parallel rank holds differs from the one already laid down.
         """
         extent = self._plan.extents[transfer.extent]
         subject = self._plan.subjects[extent.subject]
         for box, value in zip(transfer.boxes, values, strict=True):
-            if box.scale != 1.0:
-                value = _unscaled(value.to(extent.state.written), box.scale, subject.name, extent.state.name)
+            if box.scale != 1.0:  # of master weights only, see check_unscaled
+                value = value.to(extent.state.written) / box.scale
             target = box.full_view(self._buffers[transfer.extent], extent.start)
             if transfer.turn == 0:
                 target.copy_(value)
@@ -161,17 +160,6 @@ class Sink:
     def abandon(self) -> None:
         """Stop writing; writes that have not begun never will."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-
-def _unscaled(value: torch.Tensor, scale: float, parameter: str, state: str) -> torch.Tensor:
-    """The full tensor's values of a block that the shard holds scaled (deepspeed.checkpoint.affine.AffinePiece)."""
-    if state != MASTER:
-        # ParamAffineMap._reject_scaled_optimizer_state: the moments could be scaled, but lr and eps could not.
-        raise LayoutError(
-            f"parameter {parameter} is held scaled by {scale}; DeepSpeed refuses to move its optimizer state {state} "
-            "to another tensor-parallel degree, since lr and eps would stay in the old scale."
-        )
-    return value / scale
 
 
 def _check_replica(laid: torch.Tensor, copy: torch.Tensor, parameter: str, state: str, tp_rank: int) -> None:

@@ -111,6 +111,49 @@ def test_buffers_and_frozen_parameters_are_held_whole_by_the_first_of_the_replic
     assert subjects["column"].owned
 
 
+def with_an_empty_shard_on(tp_rank: int) -> tuple[RankDescription, ...]:
+    """Three tensor-parallel ranks, the given one with no row of `column`, which DeepSpeed then leaves out of its group
+    and which so is among what no optimizer owns there."""
+    empty, some = {"column": (0, 6)}, {"column": (4, 6)}
+    return tuple(
+        description(rank, tp_degree=3, groups=({"norm": (6,)},), unowned=empty)
+        if rank == tp_rank
+        else description(rank, tp_degree=3, groups=({**some, "norm": (6,)},))
+        for rank in range(3)
+    )
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_an_empty_shard_is_held_by_nobody(empty):
+    subjects = build_survey(with_an_empty_shard_on(empty)).subjects()
+    column = {subject.name: subject for subject in subjects}["column"]
+
+    assert sorted(subject.name for subject in subjects) == ["column", "norm"]
+    assert column.owned and column.layout.shape == (8, 6)
+    assert [state.name for state in column.states] == ["fp32", "exp_avg"]
+    assert {holding.tp_rank for holding in column.holdings} == {0, 1, 2} - {empty}
+    make_plan(subjects, 6, 64)
+
+
+def test_an_empty_shard_of_a_frozen_parameter_is_held_by_nobody():
+    ranks = [
+        description(rank, groups=({"norm": (6,)},), unowned={"column": (0 if rank == 0 else 4, 6)}) for rank in (0, 1)
+    ]
+    norm, column = build_survey(tuple(ranks)).subjects()
+
+    assert not column.owned and column.layout.shape == (4, 6)
+    assert [(holding.rank, holding.tp_rank) for holding in column.holdings] == [(1, 1)]
+    assert norm.owned
+
+
+def test_a_parameter_without_elements_anywhere_is_one_empty_file():
+    ranks = [description(rank, groups=({"norm": (6,)},), unowned={"column": (0, 6)}) for rank in (0, 1)]
+    subjects = build_survey(tuple(ranks)).subjects()
+    assert [(subject.name, subject.holdings, subject.layout.shape) for subject in subjects[1:]] == [
+        ("column", (), (0, 6))
+    ]
+
+
 def test_of_a_tied_parameter_the_first_stage_is_exported():
     tied = {"tied": (4, 6)}
     rules = {**RULES, "tied": Rule("split", "layers", dim=0), "head": Rule("replicated", "layers")}
@@ -166,6 +209,17 @@ def test_a_parameter_frozen_on_one_tensor_parallel_rank_only_is_named(trained_on
 def test_optimizer_states_that_differ_between_tensor_parallel_ranks_are_named(states):
     survey = build_survey((description(0), description(1, states=states)))
     with pytest.raises(PlanError, match=r"column has optimizer states .* on tensor-parallel rank 0 and .* on rank 1"):
+        survey.subjects()
+
+
+@pytest.mark.parametrize("states", [STATES, STATES[:1]])
+def test_moments_of_a_scaled_parameter_are_refused_before_anything_is_written(states):
+    rules = {**RULES, "norm": Rule("affine", "layers", affine=replicated_map([6], 2, scale=0.5).to_dict())}
+    survey = build_survey(of_all_tp_ranks(rules=rules, states=states))
+    if states == STATES[:1]:  # master weights can be scaled
+        assert [subject.name for subject in survey.subjects()] == ["column", "norm"]
+        return
+    with pytest.raises(LayoutError, match=r"norm is held scaled .*optimizer state \(exp_avg\).*Hold it unscaled"):
         survey.subjects()
 
 

@@ -49,7 +49,7 @@ from megads_ucp.layout.boxes import Box, clip, clip_shard, joined
 from megads_ucp.layout.coverage import Defect, Side, first_defect
 from megads_ucp.layout.rule import Rule
 
-__all__ = ["Box", "Layout", "build_layout", "clip"]
+__all__ = ["Box", "Layout", "build_layout", "check_unscaled", "clip"]
 
 Shape = tuple[int, ...]
 
@@ -195,6 +195,19 @@ class Layout:
         return LayoutError(
             f"{self.name}: the layout from {self.rule.source} does not fit {where} (shape {shape}): "
             f"{what} element {defect.address}{index}. Correct that source, or describe the parameter with another one."
+        )
+
+
+def check_unscaled(layout: Layout, state: str) -> None:
+    """Raise LayoutError if a shard of that optimizer state would have to be scaled to become the full one's, or back.
+
+    ``ParamAffineMap._reject_scaled_optimizer_state``: the moments could be, but not lr and eps, which act on them.
+    """
+    if any(box.scale != 1.0 for boxes in layout._boxes for box in boxes):
+        raise LayoutError(
+            f"parameter {layout.name} is held scaled (source: {layout.rule.source}); DeepSpeed refuses to move an "
+            f"optimizer state ({state}) to another tensor-parallel degree then, since lr and eps would stay in the old "
+            "scale. Hold it unscaled, or use an optimizer without such states."
         )
 
 
