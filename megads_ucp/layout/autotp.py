@@ -46,8 +46,10 @@ def rules_from_autotp(module: nn.Module, parameters: Mapping[str, nn.Parameter])
     vocabulary = set(info.get(VOCABULARY_PARAMETER_PATTERNS, ()))
     rules: dict[str, Rule] = {}
     unsupported: dict[str, str] = {}
+    first: dict[int, str] = {}
     for name, parameter in parameters.items():
-        pattern = rf"^{re.escape(name)}$"  # as AutoTP writes them: exact, one per parameter
+        # As AutoTP writes them: exact, one per parameter, of a tied one's names for the first.
+        pattern = rf"^{re.escape(first.setdefault(id(parameter), name))}$"
         meta = getattr(parameter, DS_AUTOTP_UC_META, None)
         conversion = (meta or {}).get("conversion") or {}
         if reason := conversion.get("unsupported_reason"):
