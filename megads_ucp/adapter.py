@@ -38,7 +38,7 @@ ATTRIBUTES_USED: dict[type, tuple[str, ...]] = {
         *("optimizer", "module", "mpu", "_config", "has_moe_layers", "fp16_enabled", "use_node_local_storage"),
         *("zero_optimization", "zero_optimization_stage", "zero_optimization_partition_gradients"),
         *("zero_nvme_offload_optimizer", "_common_checkpoint_state"),
-        *("train_batch_size", "train_micro_batch_size_per_gpu", "data_parallel_group"),
+        *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "data_parallel_group"),
     ),
     BF16_Optimizer: (
         *("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition", "real_dp_process_group", "group_paddings"),
@@ -52,7 +52,7 @@ ATTRIBUTES_USED: dict[type, tuple[str, ...]] = {
         *("param_names", "optimizer", "dp_process_group", "round_robin_gradients", "zenflow", "averaged_gradients"),
         *("offload_gradient_dict", "cpu_offload", "_link_all_hp_params", "_create_param_mapping", "state_dict"),
         *("_get_offload_gradient_dict", "_param_slice_mappings", "_load_global_state", "_hp_optimizer_states_linked"),
-        *("load_hp_checkpoint_state_from_checkpoint_dir", "_lazy_init_hp_params_optimizer_state"),
+        *("load_hp_checkpoint_state_from_checkpoint_dir", "_lazy_init_hp_params_optimizer_state", "offloaded_states"),
     ),
 }
 """Every attribute of DeepSpeed's classes that this package reads, calls or shadows; checked by ``install``."""
@@ -229,11 +229,13 @@ def _model_state(
 def _facts(engine_ref: weakref.ref[DeepSpeedEngine]) -> dict[str, Any]:
     engine = engine_ref()
     assert engine is not None
+    micro_batch, degree = engine.train_micro_batch_size_per_gpu(), ds_comm.get_world_size(engine.data_parallel_group)
     return {
         "global_steps": engine.global_steps,
-        "train_batch_size": engine.train_batch_size(),
-        "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
-        "data_parallel": ds_comm.get_world_size(group=engine.data_parallel_group),
+        # engine.train_batch_size() counts AutoTP's tensor-parallel ranks as if each had samples of its own.
+        "train_batch_size": micro_batch * engine.gradient_accumulation_steps() * degree,
+        "micro_batch_size": micro_batch,
+        "data_parallel": degree,
         "zero_stage": int(engine.zero_optimization_stage()),
         "zero_optimizer": type(engine.optimizer).__name__,
         "base_optimizer": type(engine.optimizer.optimizer).__name__,

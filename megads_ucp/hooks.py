@@ -244,6 +244,12 @@ def _load_checkpoint(
     latest = Path(load_dir) / LATEST
     if not engine.load_universal_checkpoint() or (tag is None and not latest.is_file()):
         return stock(tag=tag)
+    if offloaded := getattr(engine.optimizer, "offloaded_states", None):
+        # DeepSpeed's load would fail half-way: update_lp_params copies into partitions that offloading has cleared.
+        names = sorted(state.value for state in offloaded)
+        raise UnsupportedError(
+            f"{load_dir} is not loaded while {names} are offloaded: call engine.reload_states() first."
+        )
     tag = latest.read_text().strip() if tag is None else str(tag)
     states = load_optimizer_states and not load_module_only
     with restorer.loading(Path(load_dir) / tag, optimizer_states=states, strict=load_module_strict):

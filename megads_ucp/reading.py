@@ -183,7 +183,8 @@ def fitting_layout(layout: Layout, file: File) -> Layout:
         LayoutError: the file's shape is not what the target model's shards make.
     """
     shape = file.tensor.shape
-    if file.vocabulary and layout.shape[1:] == shape[1:] and layout.rule.kind == "split":
+    rows = sum(shard[0] for shard in layout.shard_shapes if shard)
+    if file.vocabulary and layout.shape[1:] == shape[1:] and layout.rule.kind == "split" and shape[0] <= rows:
         rule = replace(layout.rule, vocabulary_size=shape[0])
         layout = build_layout(layout.name, rule, layout.shard_shapes)
     if layout.shape != shape:
