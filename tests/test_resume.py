@@ -28,6 +28,7 @@ from tests.models import KINDS, MLP, draw_weights, train
 from tests.ranks import RankError, run_ranks
 from tests.runs import EXPORTING, LOADING, TAG, UNIVERSAL, Log, Recipe, assert_resumes, assert_same_state, save, tensors
 from tests.runs import export as export_recipe
+from tests.test_partition_cases import with_groups_of
 from tests.test_tensor_parallel_cases import Case, assert_same_tensors, export, gpt_case, resume, stock_resume
 
 pytest.importorskip("megatron.core")
@@ -182,9 +183,9 @@ def test_a_target_whose_ranks_hold_unequal_shards_or_none(name: str, tmp_path: P
     assert run_ranks(held, tp) == list(zip(rows, {2: [5, 5], 4: [3, 3, 2, 2]}[tp], strict=True))
     for source in (tmp_path / "ours", tmp_path / "stock"):
         again, back = tmp_path / f"{source.name} again", tmp_path / f"{source.name} back"
-        resumed = resume(case, tp, 1, source, again, check=False, same=assert_same_tensors)
+        resumed = resume(case, tp, 4 // tp, source, again, check=False, same=assert_same_tensors)
         assert resumed == pytest.approx(losses, rel=1e-5)
-        resumed = resume(case, 1, 1, again, back, check=False, same=assert_same_tensors)
+        resumed = resume(case, 1, 2, again, back, check=False, same=assert_same_tensors)
         assert resumed == pytest.approx(losses, rel=1e-5)
         assert_same_state(back / UNIVERSAL, tmp_path / "ours" / UNIVERSAL)
 
@@ -268,6 +269,35 @@ def test_frozen_weights_that_a_stock_directory_has_wrong_or_not_at_all(tmp_path:
         for name in FROZEN_SHARDED:
             value = loaded[name] if tp == 2 else gpt.shard(name, loaded[name], 0, 2)
             assert torch.equal(value, saved[name]), name
+
+
+@pytest.mark.slow
+def test_a_verified_resume_at_another_degree(tmp_path: Path) -> None:
+    """What a rank reads of a file, row by row, is checked with what it lies among; a flipped bit stops all ranks."""
+    case = gpt_case(layers=1)
+    export(case, 1, 2, tmp_path, after=0)
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    file = tmp_path / UNIVERSAL / "zero" / name / "exp_avg.pt"
+
+    def body(damaged: bool) -> str | None:
+        megads_ucp.install(argparse.Namespace(universal_checkpoint_verify=True))
+        engine = case.engine(2, resuming=True)
+        if damaged:
+            with pytest.raises(UniversalCheckpointError) as caught:
+                engine.load_checkpoint(str(tmp_path))
+            return str(caught.value)
+        engine.load_checkpoint(str(tmp_path))
+        case.assert_holds(engine, tmp_path / UNIVERSAL)
+        return None
+
+    assert run_ranks(body, 2, False) == [None, None]
+    content = bytearray(file.read_bytes())
+    # The last column of the last row, which only the last tensor-parallel rank wants.
+    value = tensors(tmp_path / UNIVERSAL)[f"{name}/exp_avg"].numpy()
+    content[content.index(value.tobytes()) + value.nbytes - 1] ^= 1
+    file.write_bytes(content)
+    first, other = run_ranks(body, 2, True)
+    assert first == other and str(file) in first and "must not be used" in first
 
 
 def test_a_stock_directory_cannot_be_verified_and_the_error_says_so(tmp_path: Path) -> None:
@@ -426,9 +456,9 @@ def test_tensor_parallel_ranks_of_autotp_share_a_batch(tmp_path: Path) -> None:
 def test_consolidated_weights_are_what_they_are_without_the_package(kind: str, tmp_path: Path) -> None:
     """zero_to_fp32.py, as it lies in the checkpoint's directory, and engine.save_16bit_model.
 
-    Of a run that resumed from a universal checkpoint, too.
+    Of a run that resumed from a universal checkpoint, too; with groups that are mostly padding.
     """
-    recipe = Recipe(kind)
+    recipe = with_groups_of((1, 9), kind)
 
     def source(installed: bool) -> None:
         if installed:
@@ -456,7 +486,7 @@ def test_consolidated_weights_are_what_they_are_without_the_package(kind: str, t
         return {path.name: torch.load(path, weights_only=False) for path in files}
 
     expected = found(tmp_path / "False", 2, source, False)
-    assert all(len(weights) == 6 for weights in expected.values())
+    assert all(len(weights) == 8 for weights in expected.values())
     assert list(stock.differences(found(tmp_path / "True", 2, source, True), expected, "")) == []
     assert list(stock.differences(found(tmp_path / "resumed", 3, resumed), expected, "")) == []
 
