@@ -19,6 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 import megads_ucp
+from megads_ucp import storage
 from tests import stock
 from tests.models import Batch, draw_weights, full_weight, initialize, train
 from tests.ranks import RankError, run_ranks
@@ -376,6 +377,43 @@ def test_patterns_say_more_than_attributes_without_a_warning(tmp_path: Path) -> 
 
     assert run_ranks(body, 2, True) == run_ranks(body, 2, False) == [[], []]
     stock.assert_same_universal(tmp_path / "True" / UNIVERSAL, tmp_path / "False" / UNIVERSAL)
+
+
+# ---------------------------------------------------------------------------- T7: metadata from before shard widths
+
+
+def legacy_info(version: float, names: Sequence[str]) -> Info:
+    """Sub-parameters as formats before 0.4 tell them: by their sizes or their count, without shard widths."""
+    shapes = {"fused": ((8, 4, 4), WIDTH), "halves": (2, -1), "uneven": ((5, 4), WIDTH)}
+    entries = [{"patterns": [rf"weights\.{name}$"], "shape": shapes[name], "partition_dim": 0} for name in names]
+    return {"universal_checkpoint_version": version, "parameter_with_sub_params": entries}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [0.2, 0.3])
+def test_even_sub_parameters_of_an_older_format_load(version: float, tmp_path: Path) -> None:
+    names = ["fused", "halves"]
+    case = sheet_case(names, info=lambda tp: legacy_info(version, names))
+    export(case, 2, 2, tmp_path / "tp2", after=0)
+    stock.convert(tmp_path / "tp2" / TAG, tmp_path / "stock" / UNIVERSAL)
+    for tp, dp in ((4, 1), (1, 2)):
+        resume(case, tp, dp, tmp_path / "stock", tmp_path / f"tp{tp}", after=0, same=assert_same_tensors)
+
+
+@pytest.mark.parametrize("version", [0.2, 0.3])
+def test_uneven_sub_parameters_of_an_older_format_are_refused(version: float, tmp_path: Path) -> None:
+    refusal = rf"weights\.uneven.*records no shard widths \(version {version}\).*\[5\] do not divide over 2 TP ranks"
+    older = sheet_case(["uneven"], info=lambda tp: legacy_info(version, ["uneven"]))
+    with pytest.raises(RankError, match=refusal):
+        export(older, 2, 1, tmp_path / "never", after=0)
+
+    export(sheet_case(["uneven"]), 2, 1, tmp_path / "tp2", after=0)
+    for path in (tmp_path / "tp2" / UNIVERSAL).glob("mp_rank_*"):
+        content = torch.load(path, weights_only=False)
+        torch.save({**content, "universal_checkpoint_info": older.info(2)}, path)
+    (tmp_path / "tp2" / UNIVERSAL / storage.MANIFEST).unlink()  # older converters write none
+    with pytest.raises(RankError, match=refusal):
+        resume(older, 2, 1, tmp_path / "tp2", tmp_path / "again", after=0)
 
 
 # -------------------------------------------------------------------------------------------------- T4: the vocabulary
