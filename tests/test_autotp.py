@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.checkpoint.affine import replicated_map
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject.layers import fused_LinearLayer
 from torch import nn
@@ -164,6 +165,50 @@ def test_what_autotp_cannot_describe_stops_the_export_with_its_own_reason(tmp_pa
     for message in run_ranks(body, 2):
         assert name in message and reason in message and "regular checkpoint at the same topology" in message
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py") == ["latest", TAG]
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt_neox"])
+def test_row_parallel_biases_are_never_held_scaled_in_training(name: str) -> None:
+    """AutoTP adds them once, after the all-reduce. DeepSpeed's affine maps could say otherwise; if AutoTP begins to use
+    that, the refusals below become users' business."""
+
+    def body() -> list[str]:
+        return [
+            pattern
+            for pattern, affine in case(name).engine(3).module.universal_checkpoint_info["affine_map"]["params"].items()
+            if any(piece.get("scale", 1.0) != 1.0 for rank in affine["ranks"].values() for piece in rank["pieces"])
+        ]
+
+    assert run_ranks(body, 3) == [[]] * 3
+
+
+@pytest.mark.slow
+def test_moments_of_a_bias_held_scaled_are_not_moved(tmp_path: Path) -> None:
+    """Neither out of such a model nor into it; what stock DeepSpeed refuses halfway is refused before all else."""
+    name = "model.decoder.layers.0.fc2.bias"
+
+    def body() -> list[str]:
+        megads_ucp.install(EXPORTING)
+        engine = case("opt").engine(2, resuming=True)
+        bias = engine.module.get_parameter(name)
+        before = bias.detach().clone()
+        scaled = replicated_map(tuple(bias.shape), 2, scale=0.5).to_dict()
+        getattr(bias, DS_AUTOTP_UC_META)["conversion"]["affine_map"] = scaled
+        refusals = []
+        with pytest.raises(megads_ucp.errors.UniversalCheckpointError) as failure:
+            engine.load_checkpoint(str(tmp_path))
+        refusals.append(str(failure.value))
+        assert torch.equal(bias, before)
+        train(engine, batches(0, 1))
+        with pytest.raises(megads_ucp.errors.UniversalCheckpointError) as failure:
+            engine.save_checkpoint(str(tmp_path / "never"), tag=TAG)
+        assert not list((tmp_path / "never").glob(f"*{UNIVERSAL}*"))
+        return [*refusals, str(failure.value)]
+
+    case("opt").export(TP3, tmp_path, after=0)
+    for messages in run_ranks(body, 2):
+        for message in messages:
+            assert f"parameter {name} is held scaled (source: AutoTP affine map)" in message and "lr and eps" in message
 
 
 # -------------------------------------------------------------------------------- each model carries its own metadata

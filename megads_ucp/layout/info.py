@@ -12,10 +12,13 @@ from deepspeed.checkpoint.constants import (
     AFFINE_MAP,
     AFFINE_MAP_PARAMS,
     AFFINE_MAP_VERSION,
+    AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS,
     ORIGINAL_VOCAB_SIZE,
     PARAMETER_TO_AVERAGE_PATTERNS,
     PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
     PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    PARAMETER_WITH_SUB_PARAMS,
+    SUB_PARAM_SHARD_WIDTHS,
     TP_REPLICATED_PARAMETER_PATTERNS,
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
@@ -28,7 +31,8 @@ from megads_ucp.layout.core import Layout
 def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
     """The information a client would have had to give for these layouts, with patterns that match one name each.
 
-    What the name patterns cannot express goes into the affine map.
+    Complete in the sense of format 0.4: sub-parameters come with the widths that each tensor-parallel rank holds, and
+    what no name pattern can express goes into the affine map.
     """
     info: dict[str, Any] = {
         UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
@@ -37,6 +41,9 @@ def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
         PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: [],
         PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: [],
         VOCABULARY_PARAMETER_PATTERNS: [],
+        PARAMETER_WITH_SUB_PARAMS: [],
+        SUB_PARAM_SHARD_WIDTHS: {},
+        AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: {},  # a model that has any cannot be exported
     }
     maps: dict[str, Any] = {}
     for layout in layouts:
@@ -50,6 +57,11 @@ def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
                 info[PARAMETER_WITH_ROW_PARALLELISM_PATTERNS].append(pattern)
         elif rule.style == "n_sub_params" and rule.dim == 0 and (rule.sub_sizes is None or len(rule.sub_sizes) == 2):
             info[PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0].append(pattern)
+        elif rule.style == "sub_param_shape" and rule.dim is not None and rule.sub_sizes is not None:
+            shape = tuple(rule.sub_sizes if dim == rule.dim else size for dim, size in enumerate(layout.shape))
+            entry = {"patterns": [pattern], "shape": shape, "partition_dim": rule.dim}
+            info[PARAMETER_WITH_SUB_PARAMS].append(entry)
+            info[SUB_PARAM_SHARD_WIDTHS][pattern] = _shard_widths(rule.sub_sizes, rule.shard_widths, layout.tp_degree)
         else:
             maps[pattern] = layout.affine.to_dict()
         if rule.vocabulary_size is not None:
@@ -58,3 +70,10 @@ def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
     if maps:
         info[AFFINE_MAP] = {AFFINE_MAP_VERSION: AFFINE_MAP_FORMAT_VERSION, AFFINE_MAP_PARAMS: maps}
     return info
+
+
+def _shard_widths(sizes: tuple[int, ...], widths: tuple[tuple[int, ...], ...] | None, degree: int) -> list[list[int]]:
+    """Per sub-parameter, what each tensor-parallel rank holds of it: equal parts, where the rule does not say."""
+    if widths is not None:
+        return [list(row) for row in widths]
+    return [[size // degree] * degree for size in sizes]
