@@ -56,6 +56,14 @@ class Checkpoint:
         """The manifest's entries of files, by path; a rank makes records of the few that it reads."""
         return {entry["path"]: entry for entry in self.manifest["files"]} if self.manifest is not None else {}
 
+    @cached_property
+    def _recorded_states(self) -> dict[str, list[str]]:
+        """The manifest's names of states, by folder."""
+        found: dict[str, list[str]] = {}
+        for path in sorted(self._entries):
+            found.setdefault(str(Path(path).parent), []).append(Path(path).stem)
+        return found
+
     def has(self, parameter: str) -> bool:
         return (self._zero / parameter).is_dir()
 
@@ -66,8 +74,7 @@ class Checkpoint:
         """
         if self.manifest is None:
             return storage.state_names(self._zero / parameter)
-        folder = f"zero/{parameter}/"
-        return sorted(Path(path).stem for path in self._entries if path.startswith(folder))
+        return self._recorded_states.get(f"zero/{parameter}", [])
 
     def file(self, parameter: str, state: str) -> File:
         """The file of one state, checked as far as that goes without reading its tensor.

@@ -249,6 +249,12 @@ def _check_groups(groups: Iterable[LiveGroup], common: Mapping[str, Any], checkp
     group_of = checkpoint.group_of_parameter()
     for index, group in enumerate(mine):
         for member in group.flat.members:
+            if group_of and member.name not in group_of and checkpoint.has(member.name):
+                raise StorageError(
+                    f"parameter {member.name} is trained in this run, but {checkpoint.directory} has no optimizer "
+                    "states of it: it was frozen, or another name of a tied parameter. Freeze or tie it here as well, "
+                    "or load with load_optimizer_states=False."
+                )
             if group_of.get(member.name, index) != index:
                 raise StorageError(
                     f"parameter {member.name} is in parameter group {index} of this run, but was saved in group "
@@ -258,11 +264,18 @@ def _check_groups(groups: Iterable[LiveGroup], common: Mapping[str, Any], checkp
 
 
 def _saved_states(group: LiveGroup, checkpoint: Checkpoint, request: LoadRequest) -> tuple[list[str], Any]:
-    """Names of the states that the checkpoint has for the group's parameters, and their step."""
-    members = [member.name for member in group.flat.members if request.strict or checkpoint.has(member.name)]
-    if not members or not request.optimizer_states:
+    """Names of the states that the checkpoint has for the group's parameters, and their step.
+
+    All of a group have the same. One that has none was not trained; if all have none, no step had been taken.
+    """
+    if not request.optimizer_states:
         return [], None
-    return [name for name in checkpoint.states(members[0]) if name not in (MASTER, STEP)], checkpoint.step(members[0])
+    for member in group.flat.members:
+        if request.strict or checkpoint.has(member.name):
+            saved = checkpoint.states(member.name)
+            if saved != [MASTER]:
+                return [name for name in saved if name not in (MASTER, STEP)], checkpoint.step(member.name)
+    return [], None
 
 
 def _state_getter(group: LiveGroup, state: str) -> Any:

@@ -360,7 +360,42 @@ def test_tied_weights(kind: str, tmp_path: Path) -> None:
 
     saved = tensors(tmp_path / "ours" / UNIVERSAL)["first.weight/fp32"]
     first, *others = run_ranks(body, 3)
-    assert others == [first] * 2 and "last.weight" in first and "exp_avg" in first
+    assert others == [first] * 2 and "parameter last.weight" in first and "load_optimizer_states=False" in first
+
+
+@pytest.mark.parametrize("name", ["first.weight", "between.weight"])
+def test_a_parameter_that_was_frozen_has_no_states(name: str, tmp_path: Path) -> None:
+    """Whichever of its group it is: the others' states are not given up in silence."""
+
+    def frozen() -> nn.Module:
+        model = Tied(False)
+        model.get_parameter(name).requires_grad_(False)
+        return model
+
+    export_recipe(Recipe("fp32", frozen), 2, tmp_path / "ours", after=0)
+    stock.convert(tmp_path / "ours" / TAG, tmp_path / "stock" / UNIVERSAL)
+    saved = tensors(tmp_path / "ours" / UNIVERSAL)
+
+    def body() -> list[str]:
+        megads_ucp.install(EXPORTING)
+        told = []
+        for source in (tmp_path / "ours", tmp_path / "stock"):
+            engine = Recipe("fp32", lambda: Tied(False)).engine(resuming=True)
+            fresh = contents(engine)
+            with pytest.raises(UniversalCheckpointError) as caught:
+                engine.load_checkpoint(str(source))
+            assert changed(engine, fresh) == []
+            told.append(str(caught.value))
+            engine.load_checkpoint(str(source), load_optimizer_states=False)
+            assert [
+                key for key, value in contents(engine).items() if not torch.equal(value, saved[f"{key}/fp32"])
+            ] == []
+        return told
+
+    first, *others = run_ranks(body, 3)
+    assert others == [first] * 2
+    assert f"parameter {name}" in first[0] and "load_optimizer_states=False" in first[0]
+    assert name in first[1] and "exp_avg" in first[1]
 
 
 def test_client_state_and_the_learning_rate_schedule_come_back(tmp_path: Path) -> None:
