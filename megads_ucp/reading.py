@@ -186,13 +186,16 @@ class Read:
 def fitting_layout(layout: Layout, file: File) -> Layout:
     """The layout, with the vocabulary cut where the file has it; the target may be padded to another size.
 
+    Of a vocabulary that is frozen the stock converter keeps the padding, which fits a target that is padded alike.
+
     Raises:
         LayoutError: the file's shape is not what the target model's shards make.
     """
     shape = file.tensor.shape
     rows = sum(shard[0] for shard in layout.shard_shapes if shard)
-    if file.vocabulary and layout.shape[1:] == shape[1:] and layout.rule.kind == "split" and shape[0] <= rows:
-        rule = replace(layout.rule, vocabulary_size=shape[0])
+    fits = shape[:1] <= (rows,) if file.vocabulary else shape[:1] == (rows,)
+    if fits and layout.shape[1:] == shape[1:] and layout.rule.kind == "split":
+        rule = replace(layout.rule, vocabulary_size=shape[0] if file.vocabulary else None)
         layout = build_layout(layout.name, rule, layout.shard_shapes)
     if layout.shape != shape:
         raise LayoutError(
@@ -200,3 +203,8 @@ def fitting_layout(layout: Layout, file: File) -> Layout:
             f"{layout.name} make shape {layout.shape} (source: {layout.rule.source}). Load it into the same model."
         )
     return layout
+
+
+def may_be_shard(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether a tensor of ``shape`` can be a part, and no more than a part, of one of shape ``full``."""
+    return len(shape) == len(full) and shape != full and all(map(int.__le__, shape, full))

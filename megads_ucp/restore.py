@@ -22,7 +22,7 @@ from megads_ucp import storage
 from megads_ucp.errors import LayoutError, StorageError
 from megads_ucp.layout.core import Layout, check_unscaled
 from megads_ucp.live import MASTER, STEP, LiveGroup, LiveState
-from megads_ucp.reading import Checkpoint, Read, fitting_layout
+from megads_ucp.reading import Checkpoint, Read, fitting_layout, may_be_shard
 from megads_ucp.survey import Surveyor
 
 logger = logging.getLogger("megads_ucp")
@@ -188,7 +188,7 @@ class Restorer:
                 prepared.kept.append(name)
                 continue
             file = checkpoint.file(name, MASTER)
-            if checkpoint.manifest is None and file.tensor.shape != layouts[name].shape:
+            if checkpoint.manifest is None and may_be_shard(file.tensor.shape, layouts[name].shape):
                 # The stock converter writes one tensor-parallel rank's shard as if it were the whole.
                 prepared.kept.append(f"{name} (of which it has one tensor-parallel rank's shard)")
                 continue

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
@@ -269,6 +270,67 @@ def test_frozen_weights_that_a_stock_directory_has_wrong_or_not_at_all(tmp_path:
         for name in FROZEN_SHARDED:
             value = loaded[name] if tp == 2 else gpt.shard(name, loaded[name], 0, 2)
             assert torch.equal(value, saved[name]), name
+
+
+@pytest.mark.slow
+def test_a_frozen_vocabulary_keeps_its_padding_in_a_stock_directory(tmp_path: Path) -> None:
+    """A target that is padded alike takes it; nobody knows which rows are real, so another is refused."""
+    embedding = "embedding.word_embeddings.weight"
+    told = {**gpt.STOCK_INFO, "vocabulary_parameter_patterns": [r"output_layer\.weight$"], "original_vocab_size": 40}
+
+    def of_rows(rows: int) -> Case:
+        def build(tp: int) -> tuple[nn.Module, Any]:
+            model, mpu = gpt.build_gpt(tp, tied=False, layers=1, vocabulary=rows)
+            model.get_parameter(embedding).requires_grad_(False)
+            return model, mpu
+
+        return Case(build, gpt.shard, gpt.gpt_batches, info=lambda tp: told)
+
+    export(of_rows(48), 1, 1, tmp_path / "ours", after=0)
+    stock.convert(tmp_path / "ours" / TAG, tmp_path / "stock" / UNIVERSAL)
+    full = tensors(tmp_path / "stock" / UNIVERSAL)[f"{embedding}/fp32"]
+    assert full.shape == (48, 32)
+
+    def body() -> None:
+        megads_ucp.install()
+        engine = of_rows(48).engine(2, resuming=True)
+        engine.load_checkpoint(str(tmp_path / "stock"))
+        assert torch.equal(engine.module.get_parameter(embedding), full.chunk(2)[dist.get_rank()])
+
+    run_ranks(body, 2)
+    for message in run_ranks(refusal, 2, of_rows(44), 2, tmp_path / "stock"):
+        assert embedding in message and "(48, 32)" in message and "(22, 32)" in message
+
+
+def test_a_frozen_parameter_of_another_size_is_refused(tmp_path: Path) -> None:
+    """One that is larger than the model's cannot be a shard of it."""
+
+    def frozen(sizes: tuple[int, ...]) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            model = MLP(sizes)
+            model.layers[0].requires_grad_(False)
+            return model
+
+        return build
+
+    export_recipe(Recipe("fp32", frozen((7, 13, 11, 5))), 2, tmp_path / "ours", after=0)
+    stock.convert(tmp_path / "ours" / TAG, tmp_path / "stock" / UNIVERSAL)
+
+    def body() -> list[str]:
+        megads_ucp.install()
+        told = []
+        for source in (tmp_path / "ours", tmp_path / "stock"):
+            engine = Recipe("fp32", frozen((6, 13, 11, 5))).engine(resuming=True)
+            fresh = contents(engine)
+            with pytest.raises(UniversalCheckpointError) as caught:
+                engine.load_checkpoint(str(source))
+            assert changed(engine, fresh) == []
+            told.append(str(caught.value))
+        return told
+
+    first, *others = run_ranks(body, 2)
+    assert others == [first]
+    assert all("layers.0.weight" in told and "(13, 7)" in told and "(13, 6)" in told for told in first)
 
 
 @pytest.mark.slow
