@@ -306,7 +306,7 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
         trained = [(peer, theirs[name]) for peer, theirs in zip(peers, groups, strict=True) if name in theirs]
         first, index = trained[0]
         for peer, theirs in zip(peers, groups, strict=True):
-            if name not in theirs and prod(layout.shard_shapes[peer.coordinates.tp_rank]):
+            if name not in theirs and _shard_numel(layout, peer):
                 raise LayoutError(
                     f"parameter {name} is trained on tensor-parallel rank {first.coordinates.tp_rank} but not on rank "
                     f"{peer.coordinates.tp_rank}. Freeze it on all of them or on none."
@@ -331,9 +331,13 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
         whole = tuple(
             Holding(peer.groups[0].ranks[0], peer.coordinates.tp_rank, UNOWNED, Fragment(name, numel, 0, 0))
             for peer in peers
-            if (numel := prod(layouts[name].shard_shapes[peer.coordinates.tp_rank]))
+            if (numel := _shard_numel(layouts[name], peer))
         )
         yield name, Subject(layouts[name], spec, whole, owned=False)
+
+
+def _shard_numel(layout: Layout, peer: RankDescription) -> int:
+    return prod(layout.shard_shapes[peer.coordinates.tp_rank])
 
 
 def _group_of_each(peer: RankDescription) -> dict[str, int]:

@@ -65,7 +65,7 @@ def test_an_uneven_model_resumes_at_other_degrees(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2"])
 def test_exports_of_ours_and_of_the_stock_converter_load_into_each_other(name: str, tmp_path: Path) -> None:
-    """Uneven shards, from one tool to the other; the second file of a tied one, which stock writes wrong, is ignored."""
+    """From one tool to the other; the second file of a tied parameter, which stock writes wrong, is ignored."""
     checked = case(name)
     losses = checked.export(TP3, tmp_path / "ours")
     assert_as_stock(tmp_path / "ours")

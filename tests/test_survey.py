@@ -114,11 +114,12 @@ def test_buffers_and_frozen_parameters_are_held_whole_by_the_first_of_the_replic
 def with_an_empty_shard_on(tp_rank: int) -> tuple[RankDescription, ...]:
     """Three tensor-parallel ranks, the given one with no row of `column`, which DeepSpeed then leaves out of its group
     and which so is among what no optimizer owns there."""
-    empty, some = {"column": (0, 6)}, {"column": (4, 6)}
+    empty: Shapes = {"column": (0, 6)}
+    some: Shapes = {"column": (4, 6), "norm": (6,)}
     return tuple(
         description(rank, tp_degree=3, groups=({"norm": (6,)},), unowned=empty)
         if rank == tp_rank
-        else description(rank, tp_degree=3, groups=({**some, "norm": (6,)},))
+        else description(rank, tp_degree=3, groups=(some,))
         for rank in range(3)
     )
 
