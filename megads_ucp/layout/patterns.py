@@ -264,7 +264,8 @@ def _dim_of_view(
 
     A view (heads, head_dim, hidden), partition dim 0, is dim 0 of a (heads * head_dim, hidden) weight, scale head_dim.
     """
-    for dim in range(len(shapes[0])):
+    # Of dimensions of size 1, which all fit, the one that the view names.
+    for dim in sorted(range(len(shapes[0])), key=lambda dim: dim != view_dim):
         outer, inner = prod(shapes[0][:dim]), prod(shapes[0][dim + 1 :])
         scale, remainder = divmod(prod(view[view_dim + 1 :]), inner or 1)
         widths = [sum(row[rank] for row in held) * scale for rank in range(len(shapes))]
