@@ -174,6 +174,12 @@ class Exporter:
         channel = self._surveyor.channel
         with channel.agreed("preparing the exchange"):
             snapshot = Snapshot(live)
+            if rounded := snapshot.rounded():
+                logger.warning(
+                    "the universal format keeps buffers and frozen parameters in fp32, which cannot hold all values of "
+                    "%s: keep them in client_state too.",
+                    ", ".join(rounded),
+                )
             sink = self._writer.prepare(plan, channel.rank, staging)
         with channel.agreed("writing"):
             try:

@@ -218,7 +218,14 @@ def _warnings(checkpoint: Checkpoint, live: LiveState) -> Iterator[str]:
         if len(live.groups) > 1:
             yield f"does not say which parameters were in which group: its {len(live.groups)} go by position."
         return
-    saved, facts = checkpoint.manifest["run"].get("train_batch_size"), live.facts()
+    run, facts = checkpoint.manifest["run"], live.facts()
+    optimizers = run["base_optimizer"], facts["base_optimizer"]
+    if optimizers[0] != optimizers[1] and not all("Adam" in name for name in optimizers):
+        yield (
+            f"holds the optimizer states of {optimizers[0]}, this run has {optimizers[1]}. If they do not keep the "
+            "same states, load with load_optimizer_states=False."
+        )
+    saved = run.get("train_batch_size")
     if saved not in (None, facts["train_batch_size"]):
         yield (
             f"was trained with a global batch of {saved}, this run has one of {facts['train_batch_size']}. "

@@ -32,6 +32,16 @@ class Snapshot:
         # Flat views, which cost nothing: a frozen model is large, and is asked for a bucket at a time.
         self._unowned = {name: value.detach().reshape(-1) for name, value in unowned.items()}
 
+    def rounded(self) -> list[str]:
+        """Names of this rank's buffers and frozen parameters with values that fp32, and so the format, cannot hold."""
+        exact = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16)
+        return [
+            name
+            for name, value in self._unowned.items()
+            if value.dtype not in exact
+            and (value.is_complex() or not torch.equal(value.float().to(value.dtype).nan_to_num(), value.nan_to_num()))
+        ]
+
     def holding(self, transfer: Transfer, extent: Extent) -> torch.Tensor:
         """The 1-D values of one of this rank's own holdings in the extent's state.
 

@@ -186,7 +186,7 @@ class Adapted(nn.Module):
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         inputs = inputs.to(self.base.weight.dtype)
-        self.transposed += 1
+        self.get_buffer("transposed").add_(1)
         outputs = self.base(inputs) + self.up(self.down(inputs))
         if outputs.dtype == torch.float32:  # torch has no batch normalization for bf16 with statistics in fp32
             outputs = self.norm(outputs)
@@ -508,3 +508,36 @@ def test_groups_that_hold_frozen_parameters(kind: str, tmp_path: Path) -> None:
     recipe = Recipe(kind, Adapted, groups=one_group)
     losses = export(recipe, 2, tmp_path / "source")
     assert_resumes(recipe, 2, tmp_path / "source", tmp_path / "again", losses, rel=0)
+
+
+def test_values_that_the_format_cannot_hold_are_named(tmp_path: Path) -> None:
+    """Buffers are kept in fp32, as by the stock converter: 2**24 + 1 is rounded, and small counters are not."""
+
+    def body() -> list[str]:
+        log = Log()
+        megads_ucp.install(EXPORTING)
+        model = MLP()
+        model.register_buffer("seen", torch.tensor([2**24 + 1]))
+        model.register_buffer("counter", torch.tensor([7]))
+        save(Recipe("fp32", lambda: model).engine(), tmp_path)
+        return log.messages
+
+    first, second = run_ranks(body, 2)
+    assert len(first) == 1 and second == []
+    assert "seen" in first[0] and "counter" not in first[0]
+
+
+def test_another_optimizer_than_the_one_that_saved_is_remarked_on(tmp_path: Path) -> None:
+    def with_momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    export(Recipe("fp32"), 2, tmp_path, after=0)
+
+    def body(recipe: Recipe) -> list[str]:
+        log = Log()
+        recipe.resumed(tmp_path)
+        return log.messages
+
+    (message,) = run_ranks(body, 1, Recipe("fp32", optimizer=with_momentum))[0]
+    assert "AdamW" in message and "SGD" in message and "load_optimizer_states=False" in message
+    assert run_ranks(body, 1, Recipe("fp32", optimizer=torch.optim.Adam))[0] == []
