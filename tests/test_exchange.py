@@ -232,6 +232,7 @@ def test_agreement_names_every_failed_rank():
     )
 
 
+@pytest.mark.slow
 def test_a_rank_killed_during_the_exchange_fails_the_others_at_once(tmp_path):
     def deadly(plan: Plan, source: Source, rank: int) -> Source:
         calls = 0

@@ -92,7 +92,7 @@ def assert_next_export_cleans_up(save: Path) -> None:
 
 # By rank: rank 0 creates and commits, the others only write.
 MOMENTS = [
-    (1, "open .*new_universal.*fp32.pt"),
+    pytest.param(1, "open .*new_universal.*fp32.pt", marks=pytest.mark.slow),
     (0, "open .*new_universal.*manifest.json"),
     pytest.param(0, "os.mkdir .*new_universal", marks=pytest.mark.slow),
     pytest.param(0, "open .*new_universal.*unfinished", marks=pytest.mark.slow),
@@ -360,6 +360,7 @@ def test_strict_raises_on_every_rank_after_the_regular_checkpoint_is_written(tmp
         torch.load(file, weights_only=False)
 
 
+@pytest.mark.slow
 @root_only
 def test_a_save_dir_that_not_all_ranks_see_is_refused(tmp_path):
     def body(save: Path) -> Any:

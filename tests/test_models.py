@@ -39,6 +39,7 @@ def test_the_loss_does_not_depend_on_the_number_of_ranks() -> None:
     assert run_ranks(body, 2, 2)[0] == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_gpt_trains_alike_at_every_topology(tied: bool) -> None:
     gpt = pytest.importorskip("tests.gpt")

@@ -74,6 +74,7 @@ def test_a_group_that_is_empty_on_most_ranks(kind: str, tmp_path: Path) -> None:
         assert_resumes(recipe, target, tmp_path / "source", tmp_path / f"dp{target}", losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zero2", "parameter_alignment"])
 def test_odd_sizes_and_padding_between_parameters(kind: str, tmp_path: Path) -> None:
     """P4: at DP 3, with the weights in a decaying group and the biases in one of their own (P3)."""

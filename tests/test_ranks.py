@@ -62,6 +62,7 @@ def test_an_exception_that_cannot_be_pickled_is_reported_as_text() -> None:
         run_ranks(body, 1)
 
 
+@pytest.mark.slow
 def test_a_timeout_shows_where_each_rank_stands() -> None:
     def waits_in_vain() -> None:
         time.sleep(600)
@@ -154,6 +155,7 @@ def test_threads_in_the_parent_are_named() -> None:
         thread.join()
 
 
+@pytest.mark.slow
 def test_twenty_jobs_in_a_row_are_fast_and_start_alike() -> None:
     run_ranks(lambda: None, 1)  # the imports are not part of the measurement
     started = time.monotonic()

@@ -460,6 +460,7 @@ def test_a_parameter_that_was_frozen_has_no_states(name: str, tmp_path: Path) ->
     assert name in first[1] and "exp_avg" in first[1]
 
 
+@pytest.mark.slow
 def test_client_state_and_the_learning_rate_schedule_come_back(tmp_path: Path) -> None:
     """Whatever objects are in it, from either kind of directory, as a regular load returns it."""
     recipe = Recipe("fp32", scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))

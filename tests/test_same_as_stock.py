@@ -64,6 +64,7 @@ def assert_consolidates(directory: Path) -> None:
     assert [name for name in consolidated if not torch.equal(consolidated[name], exported[f"{name}/fp32"])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16_optimizer", "round_robin"])
 def test_a_resume_from_the_stock_converters_directory(kind: str, tmp_path: Path) -> None:
     """Parameter groups, which it does not name, are matched by position; a run with several is told so, once."""

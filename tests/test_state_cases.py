@@ -286,6 +286,7 @@ def test_any_kind_of_engine_to_any_other(tmp_path: Path) -> None:
 LOW_PRECISION = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 
+@pytest.mark.slow
 def test_low_precision_masters(tmp_path: Path) -> None:
     """S8: fp32.pt is fp32 whatever the run has, the manifest says what it had, and either can resume from the other."""
     low, high = Recipe("zero2", config=LOW_PRECISION), Recipe("zero2")
@@ -312,6 +313,7 @@ def test_low_precision_masters(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ S5, S6: when to save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16_optimizer", "cpu_offload"])
 def test_an_export_holds_the_values_of_its_moment(kind: str, tmp_path: Path) -> None:
     """S5: training on changes nothing in it, a second one holds other values, and so does one of the same tag (S6)."""
@@ -342,6 +344,7 @@ def test_an_export_holds_the_values_of_its_moment(kind: str, tmp_path: Path) -> 
     assert run_ranks(from_the_first, 2)[0] == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16_optimizer", "fp32_zero2", "fp32"])
 def test_a_save_in_the_middle_of_gradient_accumulation(kind: str, tmp_path: Path) -> None:
     """S6: it holds the state after the last whole step, and disturbs nothing."""
@@ -372,6 +375,7 @@ def test_a_save_in_the_middle_of_gradient_accumulation(kind: str, tmp_path: Path
     assert_resumes(recipe, 2, tmp_path / "middle", tmp_path / "again", losses, rel=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16_optimizer", "fp32", "zero2"])
 def test_a_save_before_the_first_step(kind: str, tmp_path: Path) -> None:
     """S6: no states are made up, and a load takes those away that an engine has by then."""

@@ -257,6 +257,7 @@ def killed_at_event(number: int, body: Callable[[], object]) -> bool:
     return code != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tag", "exchange"),
     [("step2", None), ("step1", None), ("step1", lambda a, b: False)],

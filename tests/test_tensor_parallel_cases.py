@@ -400,6 +400,7 @@ def test_even_sub_parameters_of_an_older_format_load(version: float, tmp_path: P
         resume(case, tp, dp, tmp_path / "stock", tmp_path / f"tp{tp}", after=0, same=assert_same_tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [0.2, 0.3])
 def test_uneven_sub_parameters_of_an_older_format_are_refused(version: float, tmp_path: Path) -> None:
     refusal = rf"weights\.uneven.*records no shard widths \(version {version}\).*\[5\] do not divide over 2 TP ranks"
