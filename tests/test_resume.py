@@ -30,7 +30,15 @@ from tests.ranks import RankError, run_ranks
 from tests.runs import EXPORTING, LOADING, TAG, UNIVERSAL, Log, Recipe, assert_resumes, assert_same_state, save, tensors
 from tests.runs import export as export_recipe
 from tests.test_partition_cases import with_groups_of
-from tests.test_tensor_parallel_cases import Case, assert_same_tensors, export, gpt_case, resume, stock_resume
+from tests.test_tensor_parallel_cases import (
+    Case,
+    assert_same_tensors,
+    export,
+    gpt_case,
+    llama_case,
+    resume,
+    stock_resume,
+)
 
 pytest.importorskip("megatron.core")
 
@@ -131,32 +139,6 @@ def test_a_model_of_other_sizes_is_refused_on_all_ranks_with_both_shapes(tmp_pat
 # -------------------------------------------------------------------------------- T3: targets that do not divide
 
 
-def llama_case(heads: int, key_value_heads: int) -> Case:
-    """A model for AutoTP: 10 columns in its MLP, 101 words."""
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")  # here, so that no rank has to
-
-    class Llama(llama.LlamaForCausalLM):  # type: ignore[name-defined]
-        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return super().forward(input_ids=tokens, labels=labels).loss
-
-    def build(tp: int) -> tuple[nn.Module, Any]:
-        config = llama.LlamaConfig(
-            vocab_size=101,
-            hidden_size=4 * heads,
-            intermediate_size=10,
-            num_hidden_layers=1,
-            num_attention_heads=heads,
-            num_key_value_heads=key_value_heads,
-        )
-        model = Llama(config)
-        draw_weights(model)
-        return model, None
-
-    # DeepSpeed's own optimizer: a client's would have to follow the parameters that AutoTP replaces.
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    return Case(build, gpt.shard, gpt.gpt_batches, info=lambda tp: {}, optimizer=optimizer)
-
-
 ATTENTION, MLP_ROWS = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
 
 # name -> (query heads, key and value heads, TP of the target, rows that its ranks hold of the keys' projection)
@@ -173,7 +155,7 @@ UNEVEN = {
 def test_a_target_whose_ranks_hold_unequal_shards_or_none(name: str, tmp_path: Path) -> None:
     """T3: from an export at TP 1, and back to it; ours and the stock converter's, which knows nothing of AutoTP."""
     heads, key_value_heads, tp, rows = UNEVEN[name]
-    case = llama_case(heads, key_value_heads)
+    case = llama_case(4 * heads, 10, heads=heads, key_value_heads=key_value_heads)
     losses = export(case, 1, 1, tmp_path / "ours")
     stock.convert(tmp_path / "ours" / TAG, tmp_path / "stock" / UNIVERSAL, inject_missing_state=True)
 
@@ -529,7 +511,7 @@ def test_a_resume_says_how_to_keep_the_global_batch(tmp_path: Path) -> None:
 
 def test_tensor_parallel_ranks_of_autotp_share_a_batch(tmp_path: Path) -> None:
     """DeepSpeed's train_batch_size counts them as if each had samples of its own."""
-    case = llama_case(4, 2)
+    case = llama_case(16, 10, heads=4, key_value_heads=2)
 
     def body(tp: int) -> list[str]:
         log = Everything()

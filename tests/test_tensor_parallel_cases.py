@@ -446,33 +446,37 @@ def test_layers_know_their_vocabulary_and_the_client_its_size(tmp_path: Path) ->
     resume(case, 2, 1, tmp_path / "1", tmp_path / "2", after=1)
 
 
+def llama_case(hidden: int, intermediate: int, *, heads: int, key_value_heads: int, **more: Any) -> Case:
+    """A llama of one layer and 101 words for AutoTP; ``more`` goes to its configuration."""
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM  # here, so that no rank has to
+
+    from tests.autotp import build as with_loss
+
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        **more,
+    )
+
+    def build(tp: int) -> tuple[nn.Module, Any]:
+        return with_loss((LlamaForCausalLM, config)), None
+
+    # DeepSpeed's own optimizer: a client's would have to follow the parameters that AutoTP replaces.
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    return Case(build, gpt.shard, gpt.gpt_batches, info=lambda tp: {}, optimizer=optimizer)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_odd_vocabulary_under_autotp(tied: bool, tmp_path: Path) -> None:
     """T4: 101 rows, 51 and 50 of them at TP 2."""
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")  # here, so that no rank has to
-
-    class Llama(llama.LlamaForCausalLM):  # type: ignore[name-defined]
-        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return super().forward(input_ids=tokens, labels=labels).loss
-
-    def build(tp: int) -> tuple[nn.Module, Any]:
-        config = llama.LlamaConfig(
-            vocab_size=101,
-            hidden_size=16,
-            intermediate_size=20,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=tied,
-        )
-        model = Llama(config)
-        draw_weights(model)
-        return model, None
-
-    # DeepSpeed's own optimizer: a client's would have to follow the parameters that AutoTP replaces.
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    case = Case(build, gpt.shard, gpt.gpt_batches, info=lambda tp: {}, optimizer=optimizer)
+    case = llama_case(16, 20, heads=4, key_value_heads=2, tie_word_embeddings=tied)
     losses = export(case, 2, 1, tmp_path / "0")
     vocabulary = "model.embed_tokens.weight" if tied else "lm_head.weight"
     content = states(tmp_path / "0" / UNIVERSAL)[f"{vocabulary}/exp_avg"]
