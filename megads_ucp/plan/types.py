@@ -133,10 +133,25 @@ class Plan:
         total = sum(self.bytes_by_writer.values())
         return max(self.bytes_by_writer.values()) * world / total if total else 1.0
 
+    @cached_property
+    def _by_writer(self) -> dict[int, list[Transfer]]:
+        transfers: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in self.transfers:
+            transfers[self.writer(transfer)].append(transfer)
+        return dict(transfers)
+
+    @cached_property
+    def _by_sender(self) -> dict[int, list[Transfer]]:
+        transfers: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in self.transfers:
+            if transfer.holding.rank != self.writer(transfer):
+                transfers[transfer.holding.rank].append(transfer)
+        return dict(transfers)
+
     def incoming(self, rank: int) -> list[Transfer]:
         """What ``rank`` lays down, its own holdings included, in order."""
-        return [transfer for transfer in self.transfers if self.writer(transfer) == rank]
+        return self._by_writer.get(rank, [])
 
     def outgoing(self, rank: int) -> list[Transfer]:
         """What ``rank`` sends to other ranks, in order."""
-        return [t for t in self.transfers if t.holding.rank == rank and self.writer(t) != rank]
+        return self._by_sender.get(rank, [])
