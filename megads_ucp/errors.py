@@ -12,6 +12,10 @@ class UnsupportedError(UniversalCheckpointError):
     """The engine is of a kind that cannot be exported or restored yet."""
 
 
+class TensorParallelError(UniversalCheckpointError):
+    """A model's tensor parallelism is not what its configuration asks for."""
+
+
 class LayoutError(UniversalCheckpointError):
     """How a parameter is cut over tensor-parallel ranks is unknown or contradictory."""
 

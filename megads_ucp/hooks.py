@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only module that changes DeepSpeed's classes and instances.
+"""What the package does to an engine when it has been built.
 
-One patch, of ``DeepSpeedEngine.__init__``: when an engine has been built, its optimizer has partitioned and knows its
-true order, so that is when partitions are recorded. Everything else is bound to the instance.
+That is when its optimizer has partitioned and knows its true order, so that is when partitions are recorded. Classes
+are left alone but for the one patch of :mod:`megads_ucp.construction`; everything else is bound to the instance.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import link_hp_params
 
 from megads_ucp.adapter import ATTRIBUTES_USED, bookkeeping, live_state, why_unsupported
+from megads_ucp.autotp import check_degree, refuse_inherited_groups, scope_of
 from megads_ucp.config import ExportConfig
+from megads_ucp.construction import watch
 from megads_ucp.errors import UnsupportedError
 from megads_ucp.export import LATEST, Exporter
 from megads_ucp.live import LiveGroup, LiveState
@@ -30,13 +33,14 @@ from megads_ucp.survey import Surveyor
 # Attachments hang off their engines: in a dictionary here they would keep alive all that refers back to the engine.
 _ATTACHMENT = "_megads_ucp_attachment"
 _engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
-_original_init: Callable[..., None] | None = None
+_end_watch: Callable[[], None] | None = None
 
 
 def install(args: Any = None) -> None:
     """Make every engine built from now on export and resume universal checkpoints.
 
-    Call it before ``deepspeed.initialize``. Calling it again replaces the default configuration.
+    Call it before ``deepspeed.initialize``. Calling it again replaces the default configuration. From then on DeepSpeed
+    also refuses, with TensorParallelError, to build an engine of another tensor parallelism than it is configured for.
 
     Args:
         args: parsed arguments (:func:`megads_ucp.add_arguments`), or anything with such attributes; None: no flag set.
@@ -45,32 +49,34 @@ def install(args: Any = None) -> None:
     Raises:
         UnsupportedError: this DeepSpeed lacks something the package relies on.
     """
-    global _original_init
+    global _end_watch
     default = ExportConfig.from_arguments(args)
     _check_deepspeed()
-    if _original_init is None:
-        _original_init = DeepSpeedEngine.__init__
-    original = _original_init
+    if _end_watch is not None:
+        _end_watch()
+    _end_watch = watch(functools.partial(_attach, default))
 
-    @functools.wraps(original)
-    def init_and_attach(engine: DeepSpeedEngine, *positional: Any, **keyword: Any) -> None:
-        original(engine, *positional, **keyword)
+
+@contextmanager
+def _attach(default: ExportConfig, engine: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
+    refuse_inherited_groups(engine, arguments)
+    yield
+    check_degree(engine)
+    if isinstance(engine, DeepSpeedEngine):
         setattr(engine, _ATTACHMENT, Attachment(engine, default))
         _engines.add(engine)
-
-    DeepSpeedEngine.__init__ = init_and_attach
 
 
 def uninstall() -> None:
     """Undo :func:`install`: DeepSpeed's class is as it was, and so are all engines that are alive."""
-    global _original_init
+    global _end_watch
     for engine in list(_engines):
         attachment(engine).detach()
         delattr(engine, _ATTACHMENT)
     _engines.clear()
-    if _original_init is not None:
-        DeepSpeedEngine.__init__ = _original_init
-        _original_init = None
+    if _end_watch is not None:
+        _end_watch()
+        _end_watch = None
 
 
 def attachment(engine: DeepSpeedEngine) -> Attachment:
@@ -83,7 +89,7 @@ def _check_deepspeed() -> None:
     """Raise UnsupportedError if a class lacks an attribute in use; attributes of instances count by their mention."""
     for cls, wanted in ATTRIBUTES_USED.items():
         members = [(name, member) for base in cls.__mro__ for name, member in vars(base).items()]
-        mentioned = (member.__code__.co_names for _, member in members if inspect.isfunction(member))
+        mentioned = (inspect.unwrap(member).__code__.co_names for _, member in members if inspect.isfunction(member))
         known = {name for name, _ in members}.union(*mentioned)
         if missing := [name for name in wanted if name not in known]:
             import deepspeed
@@ -199,21 +205,22 @@ def _save_checkpoint(
     engine = engine_ref()
     assert engine is not None
     client_state = {} if client_state is None else client_state
-    done: bool = type(engine).save_checkpoint(
-        engine,
-        save_dir,
-        tag=tag,
-        client_state=client_state,
-        save_latest=save_latest,
-        exclude_frozen_parameters=exclude_frozen_parameters,
-    )
-    exporter.export(
-        save_dir,
-        f"global_step{engine.global_steps}" if tag is None else str(tag),
-        client_state,
-        save_latest=save_latest,
-        exclude_frozen=exclude_frozen_parameters,
-    )
+    with scope_of(engine):
+        done: bool = type(engine).save_checkpoint(
+            engine,
+            save_dir,
+            tag=tag,
+            client_state=client_state,
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        exporter.export(
+            save_dir,
+            f"global_step{engine.global_steps}" if tag is None else str(tag),
+            client_state,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+        )
     return done
 
 
@@ -252,7 +259,7 @@ def _load_checkpoint(
         )
     tag = latest.read_text().strip() if tag is None else str(tag)
     states = load_optimizer_states and not load_module_only
-    with restorer.loading(Path(load_dir) / tag, optimizer_states=states, strict=load_module_strict):
+    with scope_of(engine), restorer.loading(Path(load_dir) / tag, optimizer_states=states, strict=load_module_strict):
         return stock(tag=tag)
 
 
