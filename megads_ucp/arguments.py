@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from megads_ucp.config import ExportConfig
+from megads_ucp.config import CHOICES, ExportConfig
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -40,5 +40,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--universal-checkpoint-verify",
         action="store_true",
         help="check everything that a resume reads against the manifest's checksums",
+    )
+    group.add_argument(
+        "--universal-checkpoint-read-together",
+        choices=CHOICES["read_together"],
+        default=default.read_together,
+        help="whether a resume reads matrices cut along dim 1 once, and sends each rank its columns; auto: where the "
+        "tensor-parallel ranks of a model are on several hosts (default: %(default)s)",
     )
     return parser

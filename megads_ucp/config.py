@@ -10,6 +10,9 @@ from typing import Any
 
 CONFIG_SECTION = "universal_checkpoint_export"
 
+CHOICES = {"read_together": ("auto", "always", "never")}
+"""What those settings may be that are words."""
+
 
 @dataclass(frozen=True)
 class ExportConfig:
@@ -21,6 +24,9 @@ class ExportConfig:
         bucket_mb: bytes in flight per rank and direction during the exchange, in MiB.
         timeout_minutes: how long a rank waits for its peers before the export is given up; fractions are allowed.
         verify: a resume checks everything it reads against the manifest's checksums.
+        read_together: whether a resume reads matrices that tensor parallelism cuts along dim 1 once, and has their
+            columns travel to the ranks: "always", "never", or "auto", where such ranks are on several hosts. On one
+            host they find each other's rows in the page cache, which is faster.
     """
 
     enabled: bool = False
@@ -28,6 +34,7 @@ class ExportConfig:
     bucket_mb: int = 64
     timeout_minutes: float = 30.0
     verify: bool = False
+    read_together: str = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -36,6 +43,9 @@ class ExportConfig:
                 raise ValueError(f"{CONFIG_SECTION}.{field.name} must be {wanted.__name__}, not {value!r}")
         if self.bucket_mb < 1:
             raise ValueError(f"{CONFIG_SECTION}.bucket_mb must be at least 1, not {self.bucket_mb}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{CONFIG_SECTION}.{name} must be one of {list(choices)}, not {getattr(self, name)!r}")
         if not 0 < self.timeout_minutes < math.inf:
             raise ValueError(f"{CONFIG_SECTION}.timeout_minutes must be above 0, not {self.timeout_minutes}")
 
@@ -45,6 +55,7 @@ class ExportConfig:
         names = {field.name: f"universal_checkpoint_export_{field.name}" for field in fields(cls)}
         names["enabled"] = CONFIG_SECTION
         names["verify"] = "universal_checkpoint_verify"
+        names["read_together"] = "universal_checkpoint_read_together"
         return cls(**{field: getattr(args, name) for field, name in names.items() if hasattr(args, name)})
 
     def for_engine(self, deepspeed_config: Mapping[str, Any]) -> ExportConfig:

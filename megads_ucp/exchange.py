@@ -230,10 +230,10 @@ class Exchange:
     Args:
         channel: the process group.
         plan: equal on all ranks.
-        source: returns the 1-D tensor of a holding of this rank in some state, on any device; element 0 is the
-            fragment's first.
+        source: returns the 1-D tensor that a transfer of this rank's is taken from, on any device: the holding in the
+            extent's state, from the fragment's first element on (backwards: the extent, from its first element on).
         lay: takes a transfer and the values of each of its boxes, in the boxes' order.
-        arrived: called with an extent's index once all its transfers have been laid.
+        arrived: called with an extent's index once all its transfers to this rank have been laid.
     """
 
     def __init__(
@@ -280,8 +280,8 @@ class Exchange:
         """Post all receives, then pack and post all sends of a round."""
         expected: dict[int, int] = defaultdict(int)
         for transfer in self._incoming.get(turn, ()):
-            if transfer.holding.rank != self._channel.rank:
-                expected[transfer.holding.rank] += self._plan.size(transfer)
+            if (peer := self._plan.sender(transfer)) != self._channel.rank:
+                expected[peer] += self._plan.size(transfer)
         inbox = buffers.inbox(sum(expected.values()))
         receives = {}
         for peer, nbytes in sorted(expected.items()):
@@ -290,7 +290,7 @@ class Exchange:
 
         messages: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in self._outgoing.get(turn, ()):
-            messages[self._plan.writer(transfer)].append(transfer)
+            messages[self._plan.receiver(transfer)].append(transfer)
         outbox = buffers.outbox(sum(self._plan.size(t) for transfers in messages.values() for t in transfers))
         sends = []
         for peer, transfers in sorted(messages.items()):
@@ -313,7 +313,7 @@ class Exchange:
         """Lay down a round's transfers in the plan's order, waiting for each peer's message when it is first needed."""
         unread: dict[int, torch.Tensor] = {}
         for transfer in self._incoming.get(turn, ()):
-            peer = transfer.holding.rank
+            peer = self._plan.sender(transfer)
             slot = None
             if peer != self._channel.rank:
                 if peer not in unread:
@@ -330,8 +330,11 @@ class Exchange:
                 self._failure = self._failure or failure
 
     def _views(self, transfer: Transfer) -> list[torch.Tensor]:
-        """The boxes of one of this rank's own holdings, as views."""
-        values = self._source(transfer, self._plan.extents[transfer.extent])
+        """The boxes of a transfer as views of what this rank has."""
+        extent = self._plan.extents[transfer.extent]
+        values = self._source(transfer, extent)
+        if self._plan.backwards:
+            return [box.full_view(values, extent.start) for box in transfer.boxes]
         return [box.shard_view(values, transfer.holding.fragment.param_start) for box in transfer.boxes]
 
     def _unpack(self, slot: torch.Tensor, transfer: Transfer) -> list[torch.Tensor]:

@@ -112,7 +112,7 @@ class Attachment:
         state = None if unsupported else live_state(engine)
         if state is not None:
             self._mend(engine.optimizer, state.groups)
-            restorer = Restorer(state, surveyor, self.config.verify)
+            restorer = Restorer(state, surveyor, self.config)
             engine_ref = weakref.ref(engine)
             self._bind(engine, "load_checkpoint", functools.partial(_load_checkpoint, engine_ref, restorer))
             self._bind(

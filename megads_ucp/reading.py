@@ -18,7 +18,7 @@ from megads_ucp.layout.core import Box, Layout, build_layout
 from megads_ucp.live import STEP
 from megads_ucp.plan import cut_box
 
-_SPAN_BYTES = 4 << 20
+SPAN_BYTES = 4 << 20
 """Bytes read at a time: enough to keep a disk busy, few enough to be still in the cache when columns are picked."""
 
 
@@ -35,6 +35,17 @@ class File:
     tensor: storage.TensorFile
     record: storage.FileRecord | None
     vocabulary: bool
+
+    def read(self, start: int, out: torch.Tensor, verify: bool) -> torch.Tensor:
+        """Elements from ``start`` on into ``out``, 1-D and of the file's dtype; returns it.
+
+        Raises:
+            StorageError: the file is shorter than it was, or (``verify``) differs from its record.
+        """
+        if verify and self.record is not None:
+            itemsize = out.itemsize
+            storage.verify_range(self.tensor.path, self.record, start * itemsize, (start + out.numel()) * itemsize)
+        return self.tensor.read(start, out.numel(), out)
 
 
 class Checkpoint:
@@ -90,6 +101,15 @@ class Checkpoint:
         layout = self.manifest["parameters"][parameter]["layout"]
         tensor = storage.open_recorded(self.directory / name, record)
         return File(tensor, record, layout["vocabulary_size"] is not None)
+
+    def has_whole(self, parameter: str, shape: tuple[int, ...]) -> bool:
+        """Whether the manifest lists the parameter in this shape, with no vocabulary cut to its real rows."""
+        known = self.manifest["parameters"].get(parameter) if self.manifest is not None else None
+        return known is not None and tuple(known["shape"]) == shape and known["layout"]["vocabulary_size"] is None
+
+    def dtype(self, parameter: str, state: str) -> torch.dtype:
+        """By the manifest, without a look at the file."""
+        return self._record(f"zero/{parameter}/{state}.pt").tensor_dtype
 
     def step(self, parameter: str) -> Any:
         """The step of a parameter, None if the optimizer that saved kept none."""
@@ -157,30 +177,40 @@ class Read:
     target: Callable[[], torch.Tensor]
 
     def run(self, verify: bool) -> None:
-        """Read it, at most ``_SPAN_BYTES`` at a time.
+        """Read it, at most ``SPAN_BYTES`` at a time.
 
         Raises:
-            StorageError: the file is shorter than it was, or (``verify``) differs from its record.
+            StorageError: as :meth:`File.read`.
         """
+        live, dtype = self.clear(), self.file.tensor.dtype
+        for box in self.boxes:
+            for part in cut_box(box, max(SPAN_BYTES // dtype.itemsize, 1), spans=True):
+                first, last = part.full_span
+                view = part.shard_view(live, self.shard_start)
+                dense = part.numel == last - first and view.is_contiguous() and part.scale == 1.0
+                if dense and live.device.type == "cpu" and live.dtype == dtype:
+                    self.file.read(first, view.view(-1), verify)
+                    continue
+                values = self.file.read(first, torch.empty(last - first, dtype=dtype), verify)
+                _lay(view, part, part.full_view(values, first))
+
+    def clear(self) -> torch.Tensor:
+        """The part of the live tensor to be filled, with zeros where no box will fill it."""
         live = self.target().detach().narrow(0, self.target_start, self.numel)
         if sum(box.numel for box in self.boxes) < self.numel:
             live.zero_()
-        tensor = self.file.tensor
-        for box in self.boxes:
-            for part in cut_box(box, max(_SPAN_BYTES // tensor.dtype.itemsize, 1), spans=True):
-                first, last = part.full_span
-                if verify and self.file.record is not None:
-                    itemsize = tensor.dtype.itemsize
-                    storage.verify_range(tensor.path, self.file.record, first * itemsize, last * itemsize)
-                view = part.shard_view(live, self.shard_start)
-                dense = part.numel == last - first and view.is_contiguous() and part.scale == 1.0
-                if dense and live.device.type == "cpu" and live.dtype == tensor.dtype:
-                    tensor.read(first, part.numel, view.view(-1))
-                    continue
-                values = tensor.read(first, last - first, torch.empty(last - first, dtype=tensor.dtype))
-                view.copy_(part.full_view(values, first))
-                if part.scale != 1.0:
-                    view.mul_(part.scale)
+        return live
+
+    def lay(self, box: Box, values: torch.Tensor) -> None:
+        """Put the values of one box, or of a part of one, where they belong."""
+        live = self.target().detach().narrow(0, self.target_start, self.numel)
+        _lay(box.shard_view(live, self.shard_start), box, values)
+
+
+def _lay(view: torch.Tensor, box: Box, values: torch.Tensor) -> None:
+    view.copy_(values)
+    if box.scale != 1.0:
+        view.mul_(box.scale)
 
 
 def fitting_layout(layout: Layout, file: File) -> Layout:

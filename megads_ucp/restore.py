@@ -8,7 +8,9 @@ changes before every rank has checked everything it needs.
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
+import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +21,14 @@ import torch
 from deepspeed.checkpoint.constants import LOSS_SCALER, PARAM_GROUPS
 
 from megads_ucp import storage
+from megads_ucp.config import ExportConfig
 from megads_ucp.errors import LayoutError, StorageError
 from megads_ucp.layout.core import Layout, check_unscaled
 from megads_ucp.live import MASTER, STEP, LiveGroup, LiveState
+from megads_ucp.plan import Plan
 from megads_ucp.reading import Checkpoint, Read, fitting_layout, may_be_shard
-from megads_ucp.survey import Surveyor
+from megads_ucp.survey import Survey, Surveyor
+from megads_ucp.together import ReadingTogether, on_several_hosts, plan_together, read_together
 
 logger = logging.getLogger("megads_ucp")
 
@@ -52,7 +57,10 @@ class _Prepared:
     checkpoint: Checkpoint
     request: LoadRequest
     common: dict[str, Any]
-    reads: list[Read] = field(default_factory=list)
+    reads: dict[tuple[str, str], Read] = field(default_factory=dict)
+    """By parameter and state."""
+    together: Plan | None = None
+    """Of those of the reads that are not done alone."""
     unowned: list[Read] = field(default_factory=list)
     states: list[list[str]] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
@@ -65,8 +73,8 @@ class _Prepared:
 class Restorer:
     """Fills one engine from a universal checkpoint, its own or the stock converter's."""
 
-    def __init__(self, live: LiveState, surveyor: Surveyor, verify: bool) -> None:
-        self._live, self._surveyor, self._verify = live, surveyor, verify
+    def __init__(self, live: LiveState, surveyor: Surveyor, config: ExportConfig) -> None:
+        self._live, self._surveyor, self._config = live, surveyor, config
         self._prepared: _Prepared | None = None
 
     @contextmanager
@@ -79,7 +87,7 @@ class Restorer:
             UniversalCheckpointError: a file is missing, damaged or does not fit the model; the same error on every
                 rank, and nothing live has changed unless it says that the engine must not be used.
         """
-        self._prepared = self._prepare(directory, LoadRequest(optimizer_states, strict, self._verify))
+        self._prepared = self._prepare(directory, LoadRequest(optimizer_states, strict, self._config.verify))
         try:
             yield
             self._fill_unowned(self._prepared)
@@ -94,16 +102,22 @@ class Restorer:
         Raises:
             UniversalCheckpointError: reading failed; the engine must not be used.
         """
-        prepared = self._prepared or self._prepare(Path(checkpoint_dir), LoadRequest(verify=self._verify))
-        with self._surveyor.channel.agreed(f"reading {checkpoint_dir} (the engine must not be used now)"):
+        prepared = self._prepared or self._prepare(Path(checkpoint_dir), LoadRequest(verify=self._config.verify))
+        channel = self._surveyor.channel
+        with channel.agreed(f"reading {checkpoint_dir} (the engine must not be used now)"):
             if prepared.request.optimizer_states:
                 for group, names, step in zip(self._live.groups, prepared.states, prepared.steps, strict=True):
                     _make_states(group, names, step)
-            for read in prepared.reads:
-                read.run(prepared.request.verify)
+            shared = read_together(prepared.together)
+            for key, read in prepared.reads.items():
+                if key not in shared:
+                    read.run(prepared.request.verify)
             if prepared.request.optimizer_states:
                 for group, saved in zip(self._live.groups, prepared.common[PARAM_GROUPS], strict=True):
                     group.set_hyperparameters({key: value for key, value in saved.items() if key != "params"})
+        if prepared.together is not None:
+            with channel.agreed(f"reading {checkpoint_dir} (the engine must not be used now)"):
+                ReadingTogether(prepared.together, prepared.reads, prepared.request.verify).run(channel)
         return self._common_state(prepared.common) if prepared.request.optimizer_states else None
 
     def _common_state(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,17 +162,21 @@ class Restorer:
         if channel.rank == 0 and request.optimizer_states:
             for warning in _warnings(checkpoint, live):
                 logger.warning("%s %s", directory, warning)
-        layouts = self._layouts(checkpoint)
+        survey = self._survey(checkpoint)
+        layouts = survey.layouts[live.coordinates.stage]
         with channel.agreed(f"checking {directory}"):
             for group in live.groups:
                 names, step = _saved_states(group, checkpoint, request)
                 prepared.states.append(names)
                 prepared.steps.append(step)
-                prepared.reads.extend(self._reads(group, layouts, prepared))
+                prepared.reads.update(self._reads(group, layouts, prepared))
             prepared.unowned.extend(self._unowned_reads(layouts, prepared))
+        prepared.together = self._plan_together(survey, checkpoint, request)
         return prepared
 
-    def _reads(self, group: LiveGroup, layouts: Mapping[str, Layout], prepared: _Prepared) -> Iterator[Read]:
+    def _reads(
+        self, group: LiveGroup, layouts: Mapping[str, Layout], prepared: _Prepared
+    ) -> Iterator[tuple[tuple[str, str], Read]]:
         """Everything to be read for one group's fragments on this rank."""
         checkpoint, tp_rank = prepared.checkpoint, self._live.coordinates.tp_rank
         wanted = {fragment.name for fragment in group.partition.fragments}
@@ -175,7 +193,8 @@ class Restorer:
                     if state != MASTER:
                         check_unscaled(layout, state)
                     boxes = layout.runs(tp_rank, fragment.param_start, fragment.numel)
-                    yield Read(file, boxes, fragment.param_start, fragment.partition_start, fragment.numel, target)
+                    span = fragment.param_start, fragment.partition_start, fragment.numel
+                    yield (fragment.name, state), Read(file, boxes, *span, target)
 
     def _unowned_reads(self, layouts: Mapping[str, Layout], prepared: _Prepared) -> Iterator[Read]:
         """Frozen parameters and buffers, whole shards; other names of trained parameters get theirs with those."""
@@ -198,18 +217,32 @@ class Restorer:
                 prepared.aside.append((value, flat))
             yield Read(file, boxes, 0, 0, value.numel(), functools.partial(torch.Tensor.detach, flat))
 
-    def _layouts(self, checkpoint: Checkpoint) -> Mapping[str, Layout]:
-        """This stage's layouts in the target model; where its layers are silent, the checkpoint's own words count."""
+    def _survey(self, checkpoint: Checkpoint) -> Survey:
+        """The target model's layouts and holders; where its layers are silent, the checkpoint's own words count."""
         with self._surveyor.channel.agreed(f"checking {checkpoint.directory}"):
             info = self._live.client_info()
             if info is None and self._live.coordinates.tp_degree > 1:
                 info = checkpoint.info()
             description = self._surveyor.describe(self._live, info)
         try:
-            survey = self._surveyor.survey(description, self._live.groups[0].shard_rank == 0)
+            return self._surveyor.survey(description, self._live.groups[0].shard_rank == 0)
         except LayoutError as error:  # on every rank alike
             raise LayoutError(f"{checkpoint.directory} cannot be loaded into this model: {error}") from error
-        return survey.layouts[self._live.coordinates.stage]
+
+    def _plan_together(self, survey: Survey, checkpoint: Checkpoint, request: LoadRequest) -> Plan | None:
+        """What is not read by each rank alone, if anything. Collective."""
+        if self._config.read_together == "never":
+            return None
+        channel = self._surveyor.channel
+        host = int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:7], "big")
+        # Nobody may need more of a state than lies in its own partition.
+        told = channel.all_gather_ints([host, any(group.whole_states for group in self._live.groups)])
+        hosts, whole = zip(*told, strict=True)
+        if any(whole) or (self._config.read_together == "auto" and not on_several_hosts(survey, hosts)):
+            return None
+        with channel.agreed(f"planning how to read {checkpoint.directory}"):
+            return plan_together(survey, checkpoint, request.optimizer_states, self._config.bucket_mb << 20)
+        raise AssertionError("agreed() lets no failed body pass")
 
 
 def _warnings(checkpoint: Checkpoint, live: LiveState) -> Iterator[str]:

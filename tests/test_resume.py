@@ -316,15 +316,17 @@ def test_a_frozen_parameter_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_verified_resume_at_another_degree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", ["never", "always"])
+def test_a_verified_resume_at_another_degree(tmp_path: Path, together: str) -> None:
     """What a rank reads of a file, row by row, is checked with what it lies among; a flipped bit stops all ranks."""
+    settings = {"universal_checkpoint_verify": True, "universal_checkpoint_read_together": together}
     case = gpt_case(layers=1)
     export(case, 1, 2, tmp_path, after=0)
     name = "decoder.layers.0.self_attention.linear_proj.weight"
     file = tmp_path / UNIVERSAL / "zero" / name / "exp_avg.pt"
 
     def body(damaged: bool) -> str | None:
-        megads_ucp.install(argparse.Namespace(universal_checkpoint_verify=True))
+        megads_ucp.install(argparse.Namespace(**settings))
         engine = case.engine(2, resuming=True)
         if damaged:
             with pytest.raises(UniversalCheckpointError) as caught:

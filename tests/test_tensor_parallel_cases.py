@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
 import megads_ucp
@@ -22,19 +23,7 @@ from megads_ucp import storage
 from tests import stock
 from tests.models import Batch, draw_weights, full_weight, initialize, train
 from tests.ranks import RankError, run_ranks
-from tests.runs import (
-    AFTER,
-    BEFORE,
-    EXPORTING,
-    LOADING,
-    TAG,
-    UNIVERSAL,
-    Log,
-    assert_same_state,
-    shards,
-    states,
-    tensors,
-)
+from tests.runs import AFTER, BEFORE, EXPORTING, LOADING, TAG, UNIVERSAL, Log, assert_same_state, states, tensors
 
 pytest.importorskip("megatron.core")
 
@@ -58,6 +47,7 @@ class Case:
         shard: what a TP rank holds of a full tensor.
         info: what the client says of its parameters, by TP degree; in client_state only, so that a resuming model does
             not know it.
+        config: laid over the DeepSpeed config.
     """
 
     build: Callable[[int], tuple[nn.Module, Any]]
@@ -66,6 +56,7 @@ class Case:
     info: Callable[[int], Info] = lambda tp: VERSION_ONLY
     kind: str = "fp32"
     optimizer: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def engine(self, tp: int, *, resuming: bool = False, tells: bool = False) -> Any:
         model, mpu = self.build(tp)
@@ -73,7 +64,7 @@ class Case:
             draw_weights(model, seed=1)
         if tells:
             model.universal_checkpoint_info = self.info(tp)  # type: ignore[assignment]
-        config: dict[str, Any] = dict(LOADING) if resuming else {}
+        config: dict[str, Any] = {**self.config, **(LOADING if resuming else {})}
         if self.optimizer is not None:
             config["optimizer"] = self.optimizer
         if mpu is None and tp > 1:
@@ -95,6 +86,19 @@ class Case:
         for path, value in shards(engine).items():
             expected = self.shard(path.rpartition("/")[0], exported[path], rank, tp)
             assert torch.equal(value, expected), f"{path} on TP rank {rank} of {tp}"
+
+
+def shards(engine: Any) -> dict[str, torch.Tensor]:
+    """On a rank: all states of its TP rank's shards, by '<parameter>/<state>', put together from all DP ranks."""
+    # ZeRO links parameters to the states of all groups once the first group has stepped, when others have none yet.
+    engine.optimizer._hp_optimizer_states_linked = False
+    engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        found[f"{name}/fp32"] = safe_get_full_fp32_param(parameter)
+        for state in ("exp_avg", "exp_avg_sq"):
+            found[f"{name}/{state}"] = safe_get_full_optimizer_state(parameter, state)
+    return found
 
 
 def export(case: Case, tp: int, dp: int, directory: Path, *, after: int = AFTER, check: bool = False) -> list[float]:

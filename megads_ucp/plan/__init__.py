@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from megads_ucp.errors import PlanError
 from megads_ucp.plan.holders import Holders
 from megads_ucp.plan.ownership import assign_writers
+from megads_ucp.plan.reading import make_read_plan, reads_more_than_it_holds
 from megads_ucp.plan.traffic import cut_box, schedule, transfers_of
 from megads_ucp.plan.types import (
     MESSAGE_ALIGNMENT,
@@ -38,7 +39,9 @@ __all__ = [
     "Transfer",
     "cut_box",
     "make_plan",
+    "make_read_plan",
     "message_bytes",
+    "reads_more_than_it_holds",
 ]
 
 

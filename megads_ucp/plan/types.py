@@ -58,7 +58,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements [start, stop) of the file of one state of ``subjects[subject]``, and the rank that writes them."""
+    """Elements [start, stop) of the file of one state of ``subjects[subject]``, and the rank that writes them (that
+    reads them, in a plan that runs backwards)."""
 
     subject: int
     state: StateSpec
@@ -98,14 +99,24 @@ def message_bytes(numel: int, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does in one export. ``transfers`` are in the order in which each writer takes them."""
+    """What every rank does in one export. ``transfers`` are in the order in which each writer takes them.
+
+    A plan that runs ``backwards`` is one of a resume: extents are read by their writers, and travel to the holdings.
+    """
 
     subjects: tuple[Subject, ...]
     extents: tuple[Extent, ...]
     transfers: tuple[Transfer, ...]
+    backwards: bool = False
 
     def writer(self, transfer: Transfer) -> int:
         return self.extents[transfer.extent].writer
+
+    def sender(self, transfer: Transfer) -> int:
+        return self.writer(transfer) if self.backwards else transfer.holding.rank
+
+    def receiver(self, transfer: Transfer) -> int:
+        return transfer.holding.rank if self.backwards else self.writer(transfer)
 
     def size(self, transfer: Transfer) -> int:
         """Bytes the transfer takes in a message."""
@@ -134,23 +145,23 @@ class Plan:
         return max(self.bytes_by_writer.values()) * world / total if total else 1.0
 
     @cached_property
-    def _by_writer(self) -> dict[int, list[Transfer]]:
+    def _by_receiver(self) -> dict[int, list[Transfer]]:
         transfers: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in self.transfers:
-            transfers[self.writer(transfer)].append(transfer)
+            transfers[self.receiver(transfer)].append(transfer)
         return dict(transfers)
 
     @cached_property
     def _by_sender(self) -> dict[int, list[Transfer]]:
         transfers: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in self.transfers:
-            if transfer.holding.rank != self.writer(transfer):
-                transfers[transfer.holding.rank].append(transfer)
+            if self.sender(transfer) != self.receiver(transfer):
+                transfers[self.sender(transfer)].append(transfer)
         return dict(transfers)
 
     def incoming(self, rank: int) -> list[Transfer]:
-        """What ``rank`` lays down, its own holdings included, in order."""
-        return self._by_writer.get(rank, [])
+        """What ``rank`` lays down, what it has itself included, in order."""
+        return self._by_receiver.get(rank, [])
 
     def outgoing(self, rank: int) -> list[Transfer]:
         """What ``rank`` sends to other ranks, in order."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megads_ucp.errors import StorageError
 from megads_ucp.storage.checksum import BLOCK_BYTES, block_sizes, crc32_combine
 from megads_ucp.storage.durable import descriptor, pread_all, ranges, storage_errors, write_durably
@@ -50,6 +52,18 @@ class FileRecord:
             end = start + nbytes
         if end != self.payload_bytes or self.payload_offset + end > self.nbytes:
             raise StorageError(f"{self.path}: the records cover {end} of {self.payload_bytes} payload bytes")
+
+    @property
+    def tensor_dtype(self) -> torch.dtype:
+        """``dtype`` as torch's.
+
+        Raises:
+            StorageError: the file is not a tensor's.
+        """
+        dtype = getattr(torch, self.dtype or "", None)
+        if not isinstance(dtype, torch.dtype) or self.shape is None:
+            raise StorageError(f"the manifest's record of {self.path} is not that of a tensor: dtype {self.dtype!r}")
+        return dtype
 
     @classmethod
     def of_tensor(cls, frame: Frame, extents: Sequence[ExtentRecord]) -> FileRecord:

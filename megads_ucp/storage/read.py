@@ -154,9 +154,8 @@ def open_recorded(path: Path, record: FileRecord) -> TensorFile:
         StorageError: missing, of another size, damaged outside the payload, of another export, or not a tensor's.
     """
     check_frame(path, record)
-    dtype = getattr(torch, record.dtype or "", None)
-    if not isinstance(dtype, torch.dtype) or record.shape is None:
-        raise StorageError(f"the manifest's record of {path} is not that of a tensor: dtype {record.dtype!r}")
+    dtype = record.tensor_dtype
+    assert record.shape is not None
     strides = torch.empty(record.shape, device="meta").stride()
     return TensorFile(Path(path), record.shape, dtype, record.payload_offset, {}, tuple(strides))
 

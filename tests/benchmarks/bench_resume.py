@@ -4,9 +4,9 @@
     python -m tests.benchmarks.bench_resume [--size small] [--dir DIR] [--rounds N] [--target TP2DP2 ...]
 
 One universal checkpoint, exported at TP 2 x DP 2, is loaded at each target through the ordinary
-`engine.load_checkpoint`, by turns with and without the plugin, from a warm page cache and then from a cold one (the
-files' pages are given up with posix_fadvise before each load). Ours starts from nothing each time: its process group,
-its survey of the model, the headers of the files.
+`engine.load_checkpoint`, by turns without the plugin, with it, and with it reading together ("always"), from a warm
+page cache and then from a cold one (the files' pages are given up with posix_fadvise before each load). Ours starts
+from nothing each time: its process group, its survey of the model, the headers of the files.
 
     s         from when all ranks have come until all have finished
     cpu s     processor seconds of all ranks together, warm: what is left of the comparison on a busy machine
@@ -68,6 +68,7 @@ class Measured:
 
     stock: Loads
     ours: Loads
+    together: Loads
     gather: Loads
     needed: int = 0
     floor: int = 0
@@ -97,7 +98,7 @@ def measure(directory: Path, size_name: str, tp: int, rounds: int) -> Measured:
     from tests.benchmarks.subject import SIZES, build_engine
 
     engine = build_engine(SIZES[size_name], tp, {"checkpoint": {"load_universal": True}})
-    measured = Measured(Loads(), Loads(), Loads())
+    measured = Measured(Loads(), Loads(), Loads(), Loads())
 
     def load() -> None:
         path, _ = engine.load_checkpoint(str(directory))
@@ -114,32 +115,32 @@ def measure(directory: Path, size_name: str, tp: int, rounds: int) -> Measured:
 
     for temperature in ("first", *["warm"] * rounds, *["cold"] * rounds):
         states = []
-        for loads in (measured.stock, measured.ours):
+        for loads, how in ((measured.stock, None), (measured.ours, "never"), (measured.together, "always")):
             _spoil(engine)
             if temperature == "cold":
                 _evict_together(directory)
-            with _plugin(engine, installed=loads is measured.ours):
+            with _plugin(engine, how):
                 timed(load, loads, temperature)
             states.append(_digest(engine))
         timed(engine.optimizer.update_lp_params, measured.gather, temperature)
-        assert states[0] == states[1], f"the two ways disagree on rank {dist.get_rank()}"
+        assert states == states[:1] * 3, f"the ways disagree on rank {dist.get_rank()}"
 
     _read_alone(engine, directory, measured)
     return measured
 
 
 @contextmanager
-def _plugin(engine: Any, *, installed: bool) -> Iterator[Any]:
-    """Attaches the plugin to an engine that was built without it, for one load."""
+def _plugin(engine: Any, read_together: str | None = "never") -> Iterator[None]:
+    """Attaches the plugin to an engine that was built without it, for one load; None: does not."""
     from megads_ucp.config import ExportConfig
     from megads_ucp.hooks import Attachment
 
-    if not installed:
-        yield None
+    if read_together is None:
+        yield
         return
-    attachment = Attachment(engine, ExportConfig())
+    attachment = Attachment(engine, ExportConfig(read_together=read_together))
     try:
-        yield attachment
+        yield
     finally:
         attachment.detach()
 
@@ -172,15 +173,16 @@ def _read_alone(engine: Any, directory: Path, measured: Measured) -> None:
     """Rank 0 prepares with all others, then checks and reads its part again, from a cold cache and alone."""
     from megads_ucp import storage
     from megads_ucp.adapter import live_state
+    from megads_ucp.config import ExportConfig
     from megads_ucp.reading import Checkpoint
     from megads_ucp.restore import LoadRequest, Restorer
     from megads_ucp.survey import Surveyor
 
     universal = directory / f"{TAG}_universal"
-    with _plugin(engine, installed=True):
-        restorer = Restorer(live_state(engine), Surveyor(5), verify=False)
+    with _plugin(engine):
+        restorer = Restorer(live_state(engine), Surveyor(5), ExportConfig(read_together="never"))
         prepared = restorer._prepare(universal, LoadRequest())
-        reads = [*prepared.reads, *prepared.unowned]
+        reads = [*prepared.reads.values(), *prepared.unowned]
         for read in reads:
             itemsize = read.file.tensor.dtype.itemsize
             measured.needed += read.numel * itemsize
@@ -204,7 +206,7 @@ def report(by_target: dict[str, list[Measured]]) -> str:
     rows = []
     for target, ranks in by_target.items():
         needed, floor = (sum(getattr(rank, what) for rank in ranks) for what in ("needed", "floor"))
-        for way in ("stock", "ours", "gather"):
+        for way in ("stock", "ours", "together", "gather"):
             loads: list[Loads] = [getattr(rank, way) for rank in ranks]
             asked = sum(load.asked for load in loads)
             row = [target if way == "stock" else "", way]
