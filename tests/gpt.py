@@ -77,10 +77,30 @@ def build_gpt(
     tied: whether input and output share their embedding. biases: of all linear layers. vocabulary: rows of the
     embeddings, padding included.
     """
+    config = configure(tp, dtype=dtype, biases=biases, layers=layers)
+    model = GPT(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=vocabulary,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+    )
+    draw_shards(model, tp)
+    return model, ModelParallelUnit()
+
+
+def configure(
+    tp: int, *, stages: int = 1, dtype: torch.dtype = torch.float32, biases: bool = False, layers: int = 2
+) -> TransformerConfig:
+    """Sets up tensor parallelism of the given degree and returns what megatron-core's layers are built of.
+
+    stages: of a DeepSpeed pipeline, of which megatron-core is told only so that its groups are those of one stage.
+    """
     cpu_shims.install_without_accelerator()
-    parallel_state.initialize_model_parallel(tp)
+    parallel_state.initialize_model_parallel(tp, pipeline_model_parallel_size=stages)
     model_parallel_cuda_manual_seed(0)
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=layers,
         hidden_size=32,
         num_attention_heads=8,
@@ -99,21 +119,17 @@ def build_gpt(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
     )
-    model = GPT(
-        config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=vocabulary,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            shape = list(parameter.shape)
-            if (dim := cut_dim(name)) is not None:
-                shape[dim] *= tp
-            parameter.copy_(shard(name, full_weight(name, shape), parallel_state.get_tensor_model_parallel_rank(), tp))
-    return model, ModelParallelUnit()
+
+
+@torch.no_grad()
+def draw_shards(model: nn.Module, tp: int, seed: int = 0) -> None:
+    """Fills each parameter with this TP rank's part of the full weight of its name."""
+    for name, parameter in model.named_parameters():
+        shape = list(parameter.shape)
+        if (dim := cut_dim(name)) is not None:
+            shape[dim] *= tp
+        full = full_weight(name, shape, seed)
+        parameter.copy_(shard(name, full, parallel_state.get_tensor_model_parallel_rank(), tp))
 
 
 def cut_dim(name: str) -> int | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
 import megads_ucp
@@ -145,6 +146,21 @@ def tensors(universal: Path) -> dict[str, torch.Tensor]:
 def hyperparameters(universal: Path) -> list[dict[str, Any]]:
     groups = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def shards(engine: Any) -> dict[str, torch.Tensor]:
+    """On a rank: all states of its TP rank's shards, by '<parameter>/<state>', put together from all DP ranks."""
+    # ZeRO links parameters to the states of all groups once the first group has stepped, when others have none yet.
+    engine.optimizer._hp_optimizer_states_linked = False
+    engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        found[f"{name}/fp32"] = safe_get_full_fp32_param(parameter)
+        for state in ("exp_avg", "exp_avg_sq"):
+            found[f"{name}/{state}"] = safe_get_full_optimizer_state(parameter, state)
+    return found
 
 
 class Log(logging.Handler):
