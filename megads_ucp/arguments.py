@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 
-from megads_ucp.config import CHOICES, ExportConfig
+from megads_ucp.config import CHOICES, CONFIG_SECTION, ExportConfig
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add the argument group to ``parser`` and return the parser."""
+    """Add the argument group to ``parser``, unless it is there already, and return the parser."""
+    if parser.get_default(CONFIG_SECTION) is not None:
+        return parser  # the script adds them, and so does megads_ucp.run
     default = ExportConfig()
     group = parser.add_argument_group("universal checkpoint export (megads_ucp)")
     group.add_argument(

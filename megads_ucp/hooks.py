@@ -43,26 +43,28 @@ def install(args: Any = None) -> None:
     also refuses, with TensorParallelError, to build an engine of another tensor parallelism than it is configured for.
 
     Args:
-        args: parsed arguments (:func:`megads_ucp.add_arguments`), or anything with such attributes; None: no flag set.
-            A ``universal_checkpoint_export`` section in an engine's own DeepSpeed config decides over it.
+        args: parsed arguments (:func:`megads_ucp.add_arguments`), or anything with such attributes. None: each engine
+            goes by the ``args`` that ``deepspeed.initialize`` was given for it. A ``universal_checkpoint_export``
+            section in an engine's own DeepSpeed config decides over both.
 
     Raises:
         UnsupportedError: this DeepSpeed lacks something the package relies on.
     """
     global _end_watch
-    default = ExportConfig.from_arguments(args)
+    given = None if args is None else ExportConfig.from_arguments(args)
     _check_deepspeed()
     if _end_watch is not None:
         _end_watch()
-    _end_watch = watch(functools.partial(_attach, default))
+    _end_watch = watch(functools.partial(_attach, given))
 
 
 @contextmanager
-def _attach(default: ExportConfig, engine: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
+def _attach(given: ExportConfig | None, engine: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
     refuse_inherited_groups(engine, arguments)
     yield
     check_degree(engine)
     if isinstance(engine, DeepSpeedEngine):
+        default = ExportConfig.from_arguments(arguments.get("args")) if given is None else given
         setattr(engine, _ATTACHMENT, Attachment(engine, default))
         _engines.add(engine)
 

@@ -12,6 +12,7 @@ import deepspeed
 import torch
 
 from megads_ucp import storage
+from megads_ucp.layout.attention import QKV_ORDER
 from megads_ucp.live import LiveState
 from megads_ucp.plan import Extent, Plan, Subject
 from megads_ucp.writer import file_name, records_by_file
@@ -96,6 +97,7 @@ def _parameter(subject: Subject) -> dict[str, Any]:
             "dim": layout.rule.dim,
             "sub_sizes": layout.rule.sub_sizes,
             "vocabulary_size": layout.rule.vocabulary_size,
+            QKV_ORDER: layout.rule.attention and layout.rule.attention.to_dict(),
             "source": layout.rule.source,
             "shards": [list(shape) for shape in layout.shard_shapes],
         },

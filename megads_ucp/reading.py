@@ -14,7 +14,9 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, VOCAB_TENS
 
 from megads_ucp import storage
 from megads_ucp.errors import LayoutError, StorageError
+from megads_ucp.layout.attention import QKV_ORDER, AttentionOrder, reordering_map
 from megads_ucp.layout.core import Box, Layout, build_layout
+from megads_ucp.layout.rule import Rule
 from megads_ucp.live import STEP
 from megads_ucp.plan import cut_box
 
@@ -216,6 +218,7 @@ def _lay(view: torch.Tensor, box: Box, values: torch.Tensor) -> None:
 def fitting_layout(layout: Layout, file: File) -> Layout:
     """The layout, with the vocabulary cut where the file has it; the target may be padded to another size.
 
+    Queries, keys and values are taken from where the code that saved them had them.
     Of a vocabulary that is frozen the stock converter keeps the padding, which fits a target that is padded alike.
 
     Raises:
@@ -227,12 +230,29 @@ def fitting_layout(layout: Layout, file: File) -> Layout:
     if fits and layout.shape[1:] == shape[1:] and layout.rule.kind == "split":
         rule = replace(layout.rule, vocabulary_size=shape[0] if file.vocabulary else None)
         layout = build_layout(layout.name, rule, layout.shard_shapes)
+    layout = _in_order_of(layout, file)
     if layout.shape != shape:
         raise LayoutError(
             f"{file.tensor.path} has shape {shape}, but in this model the shards {list(layout.shard_shapes)} of "
             f"{layout.name} make shape {layout.shape} (source: {layout.rule.source}). Load it into the same model."
         )
     return layout
+
+
+def _in_order_of(layout: Layout, file: File) -> Layout:
+    """The layout of a query-key-value projection whose rows lie in the file in another order than in this model."""
+    mine, told = layout.rule.attention, file.tensor.metadata.get(QKV_ORDER)
+    if mine is None or told is None:
+        return layout
+    theirs = AttentionOrder.from_dict(told)
+    if theirs == mine:
+        return layout
+    try:
+        affine = reordering_map(mine, theirs, file.tensor.shape, layout.tp_degree)
+    except LayoutError as error:
+        raise LayoutError(f"{file.tensor.path}: {error} Load it into the same model.") from error
+    rule = Rule("affine", f"{layout.rule.source}, from the order of {file.tensor.path}", affine=affine.to_dict())
+    return build_layout(layout.name, rule, layout.shard_shapes)
 
 
 def may_be_shard(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:

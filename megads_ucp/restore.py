@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import LOSS_SCALER, PARAM_GROUPS
+from deepspeed.checkpoint.constants import (
+    LOSS_SCALER,
+    ORIGINAL_VOCAB_SIZE,
+    PARAM_GROUPS,
+    VOCABULARY_PARAMETER_PATTERNS,
+)
 
 from megads_ucp import storage
 from megads_ucp.config import ExportConfig
@@ -223,6 +228,9 @@ class Restorer:
             info = self._live.client_info()
             if info is None and self._live.coordinates.tp_degree > 1:
                 info = checkpoint.info()
+            elif info is not None and ORIGINAL_VOCAB_SIZE not in info:
+                # Megatron-DeepSpeed adds the size when it saves. Here each file shows how many rows are real.
+                info = {key: value for key, value in info.items() if key != VOCABULARY_PARAMETER_PATTERNS}
             description = self._surveyor.describe(self._live, info)
         try:
             return self._surveyor.survey(description, self._live.groups[0].shard_rank == 0)

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.constants import ORIGINAL_VOCAB_SIZE
 
 from megads_ucp.errors import LayoutError, PlanError
 from megads_ucp.exchange import Channel
+from megads_ucp.integrations.megatron_deepspeed import MEGATRON_DEEPSPEED, rules_from_megatron_deepspeed
 from megads_ucp.layout.autotp import rules_from_autotp
 from megads_ucp.layout.core import Layout, build_layout, check_unscaled
 from megads_ucp.layout.megatron_core import ATTRIBUTES, rules_from_attributes, rules_from_sharded_state_dict
@@ -130,6 +131,11 @@ def ask_layers(live: LiveState) -> LayerWords:
     claims = (
         Claim("megatron-core", Trust.LAYERS, layers.rules),
         Claim("AutoTP", Trust.LAYERS, rules_from_autotp(live.module, live.parameters)),
+        Claim(
+            MEGATRON_DEEPSPEED,
+            Trust.LAYERS,
+            rules_from_megatron_deepspeed(live.module, live.parameters, live.coordinates.tp_degree),
+        ),
         Claim(ATTRIBUTES, Trust.ATTRIBUTES, rules_from_attributes(live.parameters, live.coordinates.tp_degree)),
     )
     return LayerWords(claims, layers.vocabulary, layers.warnings)

@@ -45,6 +45,7 @@ from deepspeed.checkpoint.constants import CAT_DIM, PARAM_N_SUB_PARAMS, SUB_PARA
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from megads_ucp.errors import LayoutError
+from megads_ucp.layout.attention import QKV_ORDER
 from megads_ucp.layout.boxes import Box, clip, clip_shard, joined
 from megads_ucp.layout.coverage import Defect, Side, first_defect
 from megads_ucp.layout.rule import Rule
@@ -119,7 +120,7 @@ class Layout:
         """The keys that accompany "param" in the .pt files.
 
         As written by the stock converter (``merge_tp_slices`` in deepspeed/checkpoint/ds_to_universal.py): the stock
-        loader cuts the tensor again by them.
+        loader cuts the tensor again by them. The order of a query-key-value projection is an addition.
         """
         keys: dict[str, Any] = {}
         rule = self.rule
@@ -135,6 +136,8 @@ class Layout:
                 keys[PARAM_N_SUB_PARAMS] = len(rule.sub_sizes) if rule.sub_sizes else 2
         if rule.vocabulary_size is not None:
             keys[VOCAB_TENSOR] = True
+        if rule.attention is not None:
+            keys[QKV_ORDER] = rule.attention.to_dict()  # ours: stock looks for the keys it knows
         return keys
 
     def check_coverage(self) -> None:

@@ -119,8 +119,10 @@ def _decide(name: str, shapes: Shapes, ordered: Sequence[Claim], tp_degree: int)
     if finer is not None and name in finer.doubts:
         return f"{_says(rule)}; whether in sub-parameters is in doubt: {finer.doubts[name]}"
     chosen = rule if finer is None else finer.rules[name]
+    # Who says less (replicated of what is averaged, one block of what is several) is refined, not overridden.
+    # An affine map can be compared with either.
     losers = [claim.rules[name] for claim in lower if not _agree(name, chosen, claim.rules[name], shapes)]
-    if chosen.kind == "averaged":  # who says replicated is refined, not overridden
+    if chosen.kind != "affine":
         losers = [loser for loser in losers if not _refines(chosen, loser)]
     return _Verdict(chosen, tuple(losers))
 

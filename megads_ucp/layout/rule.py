@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from megads_ucp.errors import LayoutError
+from megads_ucp.layout.attention import AttentionOrder
 
 Kind = Literal["replicated", "averaged", "split", "affine"]
 Style = Literal["plain", "n_sub_params", "sub_param_shape"]
@@ -37,6 +38,7 @@ class Rule:
     sub_param_shape  the SubparamShape.shape to write. None: the full shape with ``sub_sizes`` at ``dim``.
     sub_param_patterns  the SubparamShape.patterns to write.
     vocabulary_size  rows of dim 0 that are real. The rows after them are padding and are not exported.
+    attention        split along dim 0: how a fused query-key-value projection orders its rows, where that is known.
     affine           ``ParamAffineMap.to_dict()`` form (deepspeed/checkpoint/affine.py). Compared, but not hashed.
 
     Raises LayoutError when the claim contradicts itself.
@@ -51,6 +53,7 @@ class Rule:
     sub_param_shape: tuple[Any, ...] | None = None
     sub_param_patterns: tuple[str, ...] = ()
     vocabulary_size: int | None = None
+    attention: AttentionOrder | None = None
     affine: dict[str, Any] | None = field(default=None, hash=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""megads_ucp.run: a client with Megatron's way of parsing arguments and of making a DeepSpeed config, run as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megads_ucp import run
+from tests.ranks import run_ranks
+
+# The shape of megatron/arguments.py: a parser of its own, an optional provider of more, no abbreviations.
+ARGUMENTS = """
+import argparse
+
+def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+    parser = argparse.ArgumentParser(description="Megatron-LM Arguments", allow_abbrev=False)
+    parser.add_argument("--hidden-size", type=int)
+    parser.add_argument("--local_rank", type=int, default=None)
+    parser.add_argument("--universal-checkpoint", action="store_true")
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser)
+    return parser.parse_known_args()[0] if ignore_unknown_args else parser.parse_args()
+"""
+
+SCRIPT = """
+import json, sys
+import deepspeed
+from helper_beside_the_script import WORD
+from megatron.arguments import parse_args
+from tests.models import MLP, mlp_batches, train
+{more}
+
+def own_arguments(parser):
+    parser.add_argument("--own", default="default")
+    return parser
+
+if __name__ == "__main__":
+    args = parse_args({provider})
+    config = {{
+        "train_batch_size": 12, "zero_optimization": {{"stage": 1}},
+        "optimizer": {{"type": "Adam", "params": {{"lr": 1e-3, "torch_adam": True}}}},
+        "checkpoint": {{"tag_validation": "Fail"}}, **json.loads({config!r}),
+    }}
+    if args.universal_checkpoint:
+        config["checkpoint"] = {{"load_universal": True}}  # as Megatron's _create_ds_config_dict replaces it
+    model = MLP()
+    engine = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)[0]
+    if args.universal_checkpoint:
+        engine.load_checkpoint("out")
+    train(engine, mlp_batches(0, 2, samples=12))
+    engine.save_checkpoint("out", tag="step", client_state={{"args": vars(args), "argv": sys.argv, "word": WORD}})
+"""
+
+
+def client(folder: Path, provider: str = "", config: Any = None, more: str = "") -> Path:
+    (folder / "megatron").mkdir(parents=True)
+    (folder / "megatron" / "arguments.py").write_text(ARGUMENTS)
+    (folder / "helper_beside_the_script.py").write_text("WORD = 'beside'")
+    script = folder / "pretrain_gpt.py"
+    script.write_text(SCRIPT.format(provider=provider, config=json.dumps(config or {}), more=more))
+    return script
+
+
+def launched(script: Path, *arguments: str) -> dict[str, Any]:
+    """What the script saved, run as DeepSpeed's launcher runs `--module megads_ucp.run SCRIPT ARGUMENT...`."""
+
+    def body() -> None:
+        os.chdir(script.parent)
+        run.main([f"--local_rank={dist.get_rank()}", str(script), *arguments])
+
+    run_ranks(body, 2)
+    saved: dict[str, Any] = torch.load(script.parent / "out/step/mp_rank_00_model_states.pt", weights_only=False)
+    return saved
+
+
+def exported(script: Path) -> bool:
+    return (script.parent / "out" / "step_universal" / "zero").is_dir()
+
+
+@pytest.mark.parametrize("provider", ["", "own_arguments", "megads_ucp.add_arguments"])
+def test_our_flags_join_the_scripts_and_the_rest_passes_through(tmp_path: Path, provider: str) -> None:
+    script = client(tmp_path / "client", provider, more="import megads_ucp; megads_ucp.install()")
+    own = ["--own", "mine"] if provider == "own_arguments" else []
+
+    saved = launched(script, "--universal-checkpoint-export", "--hidden-size", "7", *own)
+
+    assert exported(script)
+    assert saved["args"]["universal_checkpoint_export"] is True and saved["args"]["hidden_size"] == 7
+    assert saved["args"]["local_rank"] == 0 and saved["word"] == "beside"
+    assert saved["argv"][0] == str(script) and "--universal-checkpoint-export" in saved["argv"]
+    assert saved["args"].get("own") == ("mine" if own else None)
+
+
+def test_without_our_flags_nothing_is_exported(tmp_path: Path) -> None:
+    script = client(tmp_path / "client")
+
+    assert launched(script)["args"]["universal_checkpoint_export"] is False
+    assert not exported(script)
+
+
+def test_the_settings_survive_when_the_client_replaces_the_checkpoint_section(tmp_path: Path) -> None:
+    script = client(tmp_path / "client", config={"universal_checkpoint_export": {"strict": True}})
+    launched(script)
+    (script.parent / "out/step_universal").rename(script.parent / "out/first_universal")
+    (script.parent / "out/latest_universal").write_text("first_universal")
+
+    saved = launched(script, "--universal-checkpoint")  # loads, trains on, exports again
+
+    assert exported(script) and saved["global_steps"] == 4
+
+
+def test_help_shows_our_flags_and_ends(tmp_path: Path) -> None:
+    script = client(tmp_path / "client")
+
+    def body() -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit, match="0"):
+            run.main([str(script), "--help"])
+        return out.getvalue()
+
+    (text,) = run_ranks(body, 1)
+    assert "--hidden-size" in text and text.count("  --universal-checkpoint-export-strict") == 1
+
+
+def test_no_script_is_an_error_that_shows_the_usage() -> None:
+    before = list(sys.meta_path)
+    with pytest.raises(SystemExit, match=r"python -m megads_ucp\.run SCRIPT"):
+        run.main(["--local_rank=0"])
+    assert sys.meta_path == before
