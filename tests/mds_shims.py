@@ -86,3 +86,16 @@ def patch_megatron() -> None:
     # A fork passes one more argument: whether to talk.
     vars(helpers)["build_sample_idx"] = lambda *arguments: gpt_dataset._build_sample_idx(*arguments[:5])
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    _accept_a_mask()
+
+
+def _accept_a_mask() -> None:
+    """Ulysses without flash attention: Megatron passes the mask where DeepSpeed 0.19 wants the batch's dimension."""
+    from deepspeed.sequence.layer import DistributedAttention
+
+    original = DistributedAttention.forward
+
+    def forward(layer: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return original(layer, query, key, value, 1, None, mask)
+
+    DistributedAttention.forward = forward
