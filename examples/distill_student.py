@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.utils.logging import disable_progress_bar
 
 import megads_ucp
+from megads_ucp.autotp import model_scope
 
 # At TP 2: 6 + 4 heads, 3 + 2 key/value heads. SmolLM2-135M has 9 and 3.
 SHAPE = {
@@ -178,9 +179,9 @@ def main() -> None:
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
     source = teachers.find(args.teacher)
-    with megads_ucp.autotp.model_scope("teacher"):
+    with model_scope("teacher"):
         teacher = build_teacher(args, source)
-    with megads_ucp.autotp.model_scope("student"):
+    with model_scope("student"):
         student = build_student(args, teacher.module.config.vocab_size)
     corpus = training.Corpus(python_reference(source), args.seq_length, args.seed)
     training.run(student, corpus, Distillation(student, teacher).loss, args)
