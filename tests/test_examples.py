@@ -25,6 +25,7 @@ import distill
 import distill_student
 import launch
 import pretrain_llama  # noqa: F401  (here, so that no rank has to)
+import psutil
 import teachers
 import torch
 import training
@@ -130,10 +131,15 @@ def test_a_missing_teacher_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 SCRIPT = """
-import os, sys, time
-print("pid", os.getpid(), flush=True)
-for step in range(1, int(sys.argv[1]) + 1):
-    print(f"step {step}/9 | loss {1 / step}", flush=True)
+import os, pathlib, sys, time
+steps, pids = int(sys.argv[1]), pathlib.Path(__file__).parent / "pids"
+pids.mkdir(exist_ok=True)
+(pids / str(os.getpid())).touch()
+while len(list(pids.iterdir())) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+for step in range(1, steps + 1):
+    if os.environ["RANK"] == "0":
+        print(f"step {step}/9 | loss {1 / step}", flush=True)
     time.sleep(0.01)
 sys.exit(3)
 """
@@ -144,9 +150,13 @@ def test_a_run_is_killed_where_it_is_asked_to_be(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     outcome = launch.train(str(script), Topology(2, 1), ["100000"], tmp_path, Progress("", 0, 9), name="run", kill_at=5)
     assert outcome.losses[5] == 0.2
-    pids = [line.split()[1] for line in (tmp_path / "logs/run.log").read_text().splitlines() if line.startswith("pid")]
+    pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) == 2
-    assert not any(Path("/proc", pid).exists() for pid in pids)
+    assert not any(alive(pid) for pid in pids)
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
