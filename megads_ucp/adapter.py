@@ -29,7 +29,7 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
-from megads_ucp.live import Coordinates, LiveGroup, LiveState
+from megads_ucp.live import NO_VALUES, Coordinates, LiveGroup, LiveState
 from megads_ucp.partition import FlatGroup, Member
 
 ATTRIBUTES_USED: dict[type, tuple[str, ...]] = {
@@ -168,7 +168,9 @@ def _live_group(optimizer: Any, books: Bookkeeping, index: int) -> LiveGroup:
         master=lambda: masters[index],
         # Through the optimizer each time: DeepSpeed replaces Adagrad after it has partitioned.
         state=lambda: optimizer.optimizer.state[masters[index]],
-        hyperparameters=lambda: {k: v for k, v in optimizer.optimizer.param_groups[index].items() if k != "params"},
+        hyperparameters=lambda: {
+            key: value for key, value in optimizer.optimizer.param_groups[index].items() if key not in NO_VALUES
+        },
         set_hyperparameters=lambda values: optimizer.optimizer.param_groups[index].update(values),
         whole_states=_whole_states(optimizer, index),
     )

@@ -24,7 +24,7 @@ from megads_ucp.errors import UniversalCheckpointError, UnsupportedError
 from megads_ucp.exchange import Exchange
 from megads_ucp.layout.info import info_of
 from megads_ucp.live import STEP, LiveState
-from megads_ucp.manifest import file_records, group_facts, manifest, split_crc32
+from megads_ucp.manifest import file_records, group_facts, manifest, merged_groups, split_crc32
 from megads_ucp.plan import Plan, make_plan
 from megads_ucp.survey import UNOWNED, Survey, Surveyor
 from megads_ucp.writer import ExtentWriter, Snapshot
@@ -236,8 +236,7 @@ class Exporter:
     ) -> None:
         """Complete the files that several ranks wrote, write the manifest, and give the directory its name."""
         channel = self._surveyor.channel
-        speaks = live.groups[0].shard_rank == 0 and live.coordinates.tp_rank == 0
-        told = channel.gather((records, group_facts(live) if speaks else []))
+        told = channel.gather((records, group_facts(live) if live.groups[0].shard_rank == 0 else []))
         everything = [record for theirs, _ in told or [] for record in theirs]
         split: dict[str, int] = {}
         with channel.agreed("completing the files"):
@@ -249,7 +248,7 @@ class Exporter:
                 storage.write_frame(staging.path(name), frame, split[name])
         with channel.agreed(f"committing {staging.target}"):
             if told is not None:
-                groups = [group for _, theirs in told for group in theirs]
+                groups = merged_groups(group for _, theirs in told for group in theirs)
                 files = file_records(plan, self._writer.frame, everything)
                 content = manifest(live, plan, files, groups, absent, staging.run_id)
                 storage.write_manifest(staging.directory, content)

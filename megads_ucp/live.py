@@ -21,6 +21,9 @@ MASTER = "fp32"
 STEP = "step"
 """The one state that is a scalar per parameter, written bare to step.pt."""
 
+NO_VALUES = ("params", "param_names")
+"""Entries of torch's ``param_groups`` that say which parameters are in a group, not how they are trained."""
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -44,7 +47,7 @@ class LiveGroup:
         shard_rank: this rank's place in ``ranks``.
         master: returns the live flat partition of master weights, 1-D, ``flat.partition_numel`` long.
         state: returns the base optimizer's live state of that partition.
-        hyperparameters: returns the group's entry of ``param_groups`` without its parameters.
+        hyperparameters: returns the group's entry of ``param_groups`` without ``NO_VALUES``.
         set_hyperparameters: updates that entry.
         whole_states: names of states that the optimizer keeps of all of every parameter of which it holds a part.
     """

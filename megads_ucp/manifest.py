@@ -31,6 +31,16 @@ def group_facts(live: LiveState) -> list[dict[str, Any]]:
     ]
 
 
+def merged_groups(told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of each stage, from the facts of all its tensor-parallel ranks: one whose shard of a parameter is
+    empty does not know the parameter (``filter_empty_parameters`` in deepspeed/runtime/utils.py)."""
+    merged: dict[tuple[int, int], dict[str, Any]] = {}
+    for group in told:
+        first = merged.setdefault((group["stage"], group["index"]), group)
+        first["parameters"] = list(dict.fromkeys([*first["parameters"], *group["parameters"]]))
+    return [merged[place] for place in sorted(merged)]
+
+
 def split_crc32(plan: Plan, records: list[storage.ExtentRecord]) -> dict[str, int]:
     """CRC-32 of the payload of every file that has several writers, from all ranks' records."""
     by_file = records_by_file(records)

@@ -14,6 +14,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, VOCAB_TENS
 
 from megads_ucp import storage
 from megads_ucp.errors import LayoutError, StorageError
+from megads_ucp.grouping import SavedGroup, saved_groups
 from megads_ucp.layout.attention import QKV_ORDER, AttentionOrder, reordering_map
 from megads_ucp.layout.core import Box, Layout, build_layout
 from megads_ucp.layout.rule import Rule
@@ -144,10 +145,9 @@ class Checkpoint:
             return state.get(UNIVERSAL_CHECKPOINT_INFO)
         raise StorageError(f"{self.directory} has no mp_rank_*_model_states.pt: it is not a universal checkpoint.")
 
-    def group_of_parameter(self) -> dict[str, int]:
-        """Index of the parameter group that each parameter was saved in; empty without a manifest."""
-        groups = self.manifest["groups"] if self.manifest is not None else []
-        return {name: group["index"] for group in groups for name in group["parameters"]}
+    def groups(self) -> tuple[SavedGroup, ...]:
+        """The parameter groups of every stage; none without a manifest."""
+        return saved_groups(self.manifest["groups"]) if self.manifest is not None else ()
 
     def _record(self, path: str) -> storage.FileRecord:
         if path not in self._entries:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import logging
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +28,9 @@ from deepspeed.checkpoint.constants import (
 from megads_ucp import storage
 from megads_ucp.config import ExportConfig
 from megads_ucp.errors import LayoutError, StorageError
+from megads_ucp.grouping import match_groups, revived
 from megads_ucp.layout.core import Layout, check_unscaled
-from megads_ucp.live import MASTER, STEP, LiveGroup, LiveState
+from megads_ucp.live import MASTER, NO_VALUES, STEP, LiveGroup, LiveState
 from megads_ucp.plan import Plan
 from megads_ucp.reading import Checkpoint, Read, fitting_layout, may_be_shard
 from megads_ucp.survey import Survey, Surveyor
@@ -69,6 +70,8 @@ class _Prepared:
     unowned: list[Read] = field(default_factory=list)
     states: list[list[str]] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
+    hyperparameters: list[dict[str, Any]] = field(default_factory=list)
+    """Of each group, empty where the checkpoint has none for it."""
     aside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Live tensors that are not contiguous, each with the memory that its values are read into."""
     kept: list[str] = field(default_factory=list)
@@ -118,8 +121,8 @@ class Restorer:
                 if key not in shared:
                     read.run(prepared.request.verify)
             if prepared.request.optimizer_states:
-                for group, saved in zip(self._live.groups, prepared.common[PARAM_GROUPS], strict=True):
-                    group.set_hyperparameters({key: value for key, value in saved.items() if key != "params"})
+                for group, values in zip(self._live.groups, prepared.hyperparameters, strict=True):
+                    group.set_hyperparameters(values)
         if prepared.together is not None:
             with channel.agreed(f"reading {checkpoint_dir} (the engine must not be used now)"):
                 ReadingTogether(prepared.together, prepared.reads, prepared.request.verify).run(channel)
@@ -163,7 +166,7 @@ class Restorer:
                 raise StorageError(f"{directory} has no {storage.MANIFEST}, so nothing can be verified: drop the flag.")
             prepared = _Prepared(checkpoint, request, checkpoint.common_state())
             if request.optimizer_states:
-                _check_groups(live.groups, prepared.common, checkpoint)
+                prepared.hyperparameters.extend(_hyperparameters(live.groups, prepared.common, checkpoint))
         if channel.rank == 0 and request.optimizer_states:
             for warning in _warnings(checkpoint, live):
                 logger.warning("%s %s", directory, warning)
@@ -286,29 +289,45 @@ def batch_advice(batch: int, degree: int, micro_batch: int) -> str:
     return f"To keep {batch} at DP {degree}, micro batch x gradient_accumulation_steps must be one of {fitting}."
 
 
-def _check_groups(groups: Iterable[LiveGroup], common: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Raise StorageError unless each group has the members, and so gets the hyperparameters, that it was saved with."""
-    mine, saved = list(groups), len(common[PARAM_GROUPS])
-    if len(mine) != saved:
-        raise StorageError(
-            f"{checkpoint.directory} was saved with {saved} parameter groups, this run has {len(mine)}: build the same "
-            "groups, or load with load_optimizer_states=False."
-        )
-    group_of = checkpoint.group_of_parameter()
-    for index, group in enumerate(mine):
-        for member in group.flat.members:
-            if group_of and member.name not in group_of and checkpoint.has(member.name):
-                raise StorageError(
-                    f"parameter {member.name} is trained in this run, but {checkpoint.directory} has no optimizer "
-                    "states of it: it was frozen, or another name of a tied parameter. Freeze or tie it here as well, "
-                    "or load with load_optimizer_states=False."
-                )
-            if group_of.get(member.name, index) != index:
-                raise StorageError(
-                    f"parameter {member.name} is in parameter group {index} of this run, but was saved in group "
-                    f"{group_of[member.name]} of {checkpoint.directory}: groups must keep their order, since the state "
-                    "of a learning-rate scheduler goes by it."
-                )
+def _hyperparameters(
+    groups: Sequence[LiveGroup], common: Mapping[str, Any], checkpoint: Checkpoint
+) -> list[dict[str, Any]]:
+    """What each group was saved with: by its members' names or, where the checkpoint does not say them, by position.
+
+    Raises:
+        StorageError: a group has not the members that it was saved with, or was not trained.
+    """
+    stored = [{key: value for key, value in group.items() if key not in NO_VALUES} for group in common[PARAM_GROUPS]]
+    saved = checkpoint.groups()
+    if not saved:
+        if len(groups) != len(stored):
+            raise StorageError(
+                f"{checkpoint.directory} was saved with {len(stored)} parameter groups, this run has {len(groups)}: "
+                "build the same groups, or load with load_optimizer_states=False."
+            )
+        return stored
+    known = {name for group in saved for name in group.parameters}
+    members = [[member.name for member in group.flat.members] for group in groups]
+    for name in (name for names in members for name in names):
+        if name not in known and checkpoint.has(name):
+            raise StorageError(
+                f"parameter {name} is trained in this run, but {checkpoint.directory} has no optimizer states of it: "
+                "it was frozen, or another name of a tied parameter. Freeze or tie it here as well, or load with "
+                "load_optimizer_states=False."
+            )
+    try:
+        sources = match_groups(members, saved)
+    except StorageError as error:
+        raise StorageError(f"{checkpoint.directory}: {error}") from error
+    # zero/optimizer_state.pt has the values of the first stage as they were, the manifest all as JSON holds them.
+    return [
+        {}
+        if source is None
+        else stored[source.index]
+        if source.stage == saved[0].stage
+        else revived(source.hyperparameters, group.hyperparameters())
+        for source, group in zip(sources, groups, strict=True)
+    ]
 
 
 def _saved_states(group: LiveGroup, checkpoint: Checkpoint, request: LoadRequest) -> tuple[list[str], Any]:

@@ -21,7 +21,7 @@ import megads_ucp
 from tests import stock
 from tests.models import GLOBAL_BATCH, Batch, decay_groups, draw_weights, initialize, train
 from tests.ranks import run_ranks
-from tests.runs import AFTER, BEFORE, EXPORTING, LOADING, TAG, UNIVERSAL, assert_same_state, states, tensors
+from tests.runs import AFTER, BEFORE, EXPORTING, LOADING, TAG, UNIVERSAL, assert_same_state, assert_same_tensors, states
 
 pytest.importorskip("transformers")
 
@@ -229,9 +229,3 @@ def assert_as_stock(directory: Path) -> None:
     cut = "vocab_tensor" in exported.get("model.embed_tokens.weight/fp32", {})
     tied = ["lm_head.weight"] if cut and "lm_head.weight/exp_avg" not in exported else []
     stock.assert_same_universal(directory / UNIVERSAL, converted, ignore=tied)
-
-
-def assert_same_tensors(left: Path, right: Path) -> None:
-    mine, theirs = tensors(left), tensors(right)
-    assert mine and mine.keys() == theirs.keys()
-    assert [name for name, tensor in mine.items() if not torch.equal(tensor, theirs[name])] == []

@@ -130,6 +130,12 @@ def assert_same_state(left: Path, right: Path) -> None:
     assert not found, f"{left} differs from {right}:\n" + "\n".join(found[:20])
 
 
+def assert_same_tensors(left: Path, right: Path) -> None:
+    mine, theirs = tensors(left), tensors(right)
+    assert mine and mine.keys() == theirs.keys()
+    assert [name for name, tensor in mine.items() if not torch.equal(tensor, theirs[name])] == []
+
+
 def states(universal: Path) -> dict[str, Any]:
     """Content of every file of every parameter, by '<parameter>/<state>'."""
     return {

@@ -27,12 +27,23 @@ from megads_ucp.restore import batch_advice
 from tests import stock
 from tests.models import KINDS, MLP, draw_weights, train
 from tests.ranks import RankError, run_ranks
-from tests.runs import EXPORTING, LOADING, TAG, UNIVERSAL, Log, Recipe, assert_resumes, assert_same_state, save, tensors
+from tests.runs import (
+    EXPORTING,
+    LOADING,
+    TAG,
+    UNIVERSAL,
+    Log,
+    Recipe,
+    assert_resumes,
+    assert_same_state,
+    assert_same_tensors,
+    save,
+    tensors,
+)
 from tests.runs import export as export_recipe
 from tests.test_partition_cases import with_groups_of
 from tests.test_tensor_parallel_cases import (
     Case,
-    assert_same_tensors,
     export,
     gpt_case,
     llama_case,

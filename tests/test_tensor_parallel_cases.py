@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
 import megads_ucp
@@ -23,7 +22,20 @@ from megads_ucp import storage
 from tests import stock
 from tests.models import Batch, draw_weights, full_weight, initialize, train
 from tests.ranks import RankError, run_ranks
-from tests.runs import AFTER, BEFORE, EXPORTING, LOADING, TAG, UNIVERSAL, Log, assert_same_state, states, tensors
+from tests.runs import (
+    AFTER,
+    BEFORE,
+    EXPORTING,
+    LOADING,
+    TAG,
+    UNIVERSAL,
+    Log,
+    assert_same_state,
+    assert_same_tensors,
+    shards,
+    states,
+    tensors,
+)
 
 pytest.importorskip("megatron.core")
 
@@ -86,19 +98,6 @@ class Case:
         for path, value in shards(engine).items():
             expected = self.shard(path.rpartition("/")[0], exported[path], rank, tp)
             assert torch.equal(value, expected), f"{path} on TP rank {rank} of {tp}"
-
-
-def shards(engine: Any) -> dict[str, torch.Tensor]:
-    """On a rank: all states of its TP rank's shards, by '<parameter>/<state>', put together from all DP ranks."""
-    # ZeRO links parameters to the states of all groups once the first group has stepped, when others have none yet.
-    engine.optimizer._hp_optimizer_states_linked = False
-    engine.optimizer._lazy_init_hp_params_optimizer_state()
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        found[f"{name}/fp32"] = safe_get_full_fp32_param(parameter)
-        for state in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}/{state}"] = safe_get_full_optimizer_state(parameter, state)
-    return found
 
 
 def export(case: Case, tp: int, dp: int, directory: Path, *, after: int = AFTER, check: bool = False) -> list[float]:
@@ -496,12 +495,6 @@ def test_an_odd_vocabulary_under_autotp(tied: bool, tmp_path: Path) -> None:
     resumed = resume(case, 2, 1, tmp_path / "tp1", tmp_path / "back", check=False, same=assert_same_tensors)
     assert resumed == pytest.approx(losses, rel=1e-5)
     assert_same_state(tmp_path / "back" / UNIVERSAL, tmp_path / "0" / UNIVERSAL)
-
-
-def assert_same_tensors(left: Path, right: Path) -> None:
-    mine, theirs = tensors(left), tensors(right)
-    assert mine and mine.keys() == theirs.keys()
-    assert [name for name, tensor in mine.items() if not torch.equal(tensor, theirs[name])] == []
 
 
 # ------------------------------------------------------------------------------------- T8: patterns that are not enough
