@@ -3,7 +3,8 @@
 
     torchrun --standalone --nproc-per-node 2 distill_student.py --tp 2 --teacher-tp 2 \
         --save checkpoints --save-interval 20 --universal-checkpoint-export
-    torchrun --standalone --nproc-per-node 2 distill_student.py --tp 1 --teacher-tp 2 --load checkpoints
+    torchrun --standalone --nproc-per-node 2 distill_student.py --tp 1 --teacher-tp 2 \
+        --load checkpoints --train-steps 80
 
 The plugin is the lines that name `megads_ucp`. The text is the reference of the Python language that comes with Python
 for its `help()`: 0.5 MB of English. The loss is the KL divergence from the teacher at every position (sharded_kl.py).

@@ -3,7 +3,8 @@
 
     torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 \
         --save checkpoints --save-interval 20 --universal-checkpoint-export
-    torchrun --standalone --nproc-per-node 3 pretrain_gpt.py --tensor-model-parallel-size 1 --load checkpoints
+    torchrun --standalone --nproc-per-node 3 pretrain_gpt.py --tensor-model-parallel-size 1 \
+        --load checkpoints --train-steps 80
 
 The plugin is the three lines that name `megads_ucp`. Everything else is an ordinary training script, written so that
 its losses do not depend on the topology (see training.py).

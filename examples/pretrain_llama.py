@@ -3,7 +3,7 @@
 
     torchrun --standalone --nproc-per-node 3 pretrain_llama.py --tp 3 \
         --save checkpoints --save-interval 20 --universal-checkpoint-export
-    torchrun --standalone --nproc-per-node 4 pretrain_llama.py --tp 2 --load checkpoints
+    torchrun --standalone --nproc-per-node 4 pretrain_llama.py --tp 2 --load checkpoints --train-steps 80
 
 The plugin is the three lines that name `megads_ucp`. Everything else is an ordinary training script, written so that
 its losses do not depend on the topology (see training.py).
