@@ -21,8 +21,8 @@ from curves import largest_differences, plot, table
 from launch import Losses, Progress, RunFailed, Topology, expect_steps, train
 
 SCRIPT = "pretrain_llama.py"
-# In fp32 only the order of additions differs: 6e-8, which Adam, in dividing by small second moments, makes grow to 7e-6 in
-# 100 steps. Two key/value heads exchanged in the first moment of one layer's k_proj, and nowhere else, come to 3e-4.
+# In fp32 only the order of additions differs: 6e-8, which Adam, in dividing by small second moments, makes grow to 7e-6
+# in 100 steps. Two key/value heads exchanged in the first moment of one layer's k_proj, and nowhere else, come to 3e-4.
 TOLERANCE = 1e-4
 
 
