@@ -33,11 +33,13 @@ class File:
         tensor: its header.
         record: what the manifest knows about it, None without a manifest.
         vocabulary: whether a vocabulary's padding was cut off, so that the target may be padded to another size.
+        attention: the order of queries, keys and values in it, where that was recorded.
     """
 
     tensor: storage.TensorFile
     record: storage.FileRecord | None
     vocabulary: bool
+    attention: AttentionOrder | None = None
 
     def read(self, start: int, out: torch.Tensor, verify: bool) -> torch.Tensor:
         """Elements from ``start`` on into ``out``, 1-D and of the file's dtype; returns it.
@@ -99,11 +101,13 @@ class Checkpoint:
         name = f"zero/{parameter}/{state}.pt"
         if self.manifest is None:
             tensor = storage.open_tensor(self.directory / name)
-            return File(tensor, None, bool(tensor.metadata.get(VOCAB_TENSOR)))
+            order = AttentionOrder.from_dict(tensor.metadata.get(QKV_ORDER))
+            return File(tensor, None, bool(tensor.metadata.get(VOCAB_TENSOR)), order)
         record = self._record(name)
         layout = self.manifest["parameters"][parameter]["layout"]
         tensor = storage.open_recorded(self.directory / name, record)
-        return File(tensor, record, layout["vocabulary_size"] is not None)
+        order = AttentionOrder.from_dict(layout.get(QKV_ORDER))
+        return File(tensor, record, layout["vocabulary_size"] is not None, order)
 
     def has_whole(self, parameter: str, shape: tuple[int, ...]) -> bool:
         """Whether the manifest lists the parameter in this shape, with no vocabulary cut to its real rows."""
@@ -241,11 +245,8 @@ def fitting_layout(layout: Layout, file: File) -> Layout:
 
 def _in_order_of(layout: Layout, file: File) -> Layout:
     """The layout of a query-key-value projection whose rows lie in the file in another order than in this model."""
-    mine, told = layout.rule.attention, file.tensor.metadata.get(QKV_ORDER)
-    if mine is None or told is None:
-        return layout
-    theirs = AttentionOrder.from_dict(told)
-    if theirs == mine:
+    mine, theirs = layout.rule.attention, file.attention
+    if mine is None or theirs is None or theirs == mine:
         return layout
     try:
         affine = reordering_map(mine, theirs, file.tensor.shape, layout.tp_degree)

@@ -65,12 +65,13 @@ def _subjects(survey: Survey, checkpoint: Checkpoint, optimizer_states: bool) ->
     """The target's parameters that are worth it, each with the states that the checkpoint has of it.
 
     Not those of several pipeline stages, of which a survey lists the first stage's holders only; nor vocabularies,
-    which files may hold cut to other sizes.
+    which files may hold cut to other sizes; nor projections of an attention, whose rows may lie there in another order.
     """
     stages = Counter(name for layouts in survey.layouts for name in layouts)
     for subject in survey.subjects():
         name, layout = subject.name, subject.layout
-        if not (subject.owned and stages[name] == 1 and layout.rule.vocabulary_size is None):
+        same_everywhere = layout.rule.vocabulary_size is None and layout.rule.attention is None
+        if not (subject.owned and stages[name] == 1 and same_everywhere):
             continue
         if reads_more_than_it_holds(subject) and checkpoint.has_whole(name, layout.shape):
             states = [state for state in checkpoint.states(name) if state != STEP]

@@ -86,16 +86,25 @@ def patch_megatron() -> None:
     # A fork passes one more argument: whether to talk.
     vars(helpers)["build_sample_idx"] = lambda *arguments: gpt_dataset._build_sample_idx(*arguments[:5])
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    _accept_a_mask()
+    _keep_heads_apart()
 
 
-def _accept_a_mask() -> None:
-    """Ulysses without flash attention: Megatron passes the mask where DeepSpeed 0.19 wants the batch's dimension."""
+def _keep_heads_apart() -> None:
+    """Ulysses without flash attention, as Megatron writes it for an older DeepSpeed.
+
+    It passes the mask where DeepSpeed 0.19 wants the batch's dimension, and its core attention joins the heads, which
+    DeepSpeed's all-to-all wants apart.
+    """
     from deepspeed.sequence.layer import DistributedAttention
 
     original = DistributedAttention.forward
 
+    def apart(core: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output.unflatten(-1, (-1, inputs[0].shape[-1]))
+
     def forward(layer: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return original(layer, query, key, value, 1, None, mask)
+        if not layer.local_attn._forward_hooks:
+            layer.local_attn.register_forward_hook(apart)
+        return original(layer, query, key, value, 1, None, mask).flatten(2)
 
     DistributedAttention.forward = forward

@@ -6,6 +6,8 @@ No checkout is needed: what the integration knows layers by is the names of thei
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from megads_ucp.layout.core import build_layout
 from megads_ucp.layout.megatron_core import rules_from_attributes
 from megads_ucp.layout.resolve import Claim, Trust, resolve
 from megads_ucp.layout.rule import Rule
+from tests.models import draw_weights
+from tests.runs import UNIVERSAL, Recipe, export, resume, tensors
 from tests.test_layout_sources import rebuild
 
 HIDDEN, HEADS, HEAD_DIM = 12, 4, 3
@@ -56,7 +60,7 @@ class SequenceParallelPositionEmbedding(nn.Module):
 
 class CoreAttention(nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
-        return query + key + value
+        return torch.tanh(query) * key + value  # each in a role of its own
 
 
 class Attention(nn.Module):
@@ -108,6 +112,24 @@ class Model(nn.Module):
         self.input_layernorm = nn.LayerNorm(HIDDEN)
         self.attention = Attention(tp, order, groups)
         self.mlp = MLP(tp, gated)
+
+
+class Net(nn.Module):
+    """Called like tests.models.MLP; a batch is a sequence."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.first, self.attention, self.last = (
+            nn.Linear(7, HIDDEN),
+            Attention(1, order, groups=2),
+            nn.Linear(HIDDEN, 5),
+        )
+        draw_weights(self)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        context = self.attention(self.first(inputs).unsqueeze(1), None).flatten(2)
+        hidden = nn.functional.linear(context, self.attention.dense.weight, self.attention.dense.bias)
+        return nn.functional.mse_loss(self.last(torch.tanh(hidden)).squeeze(1), targets)
 
 
 def rules(model: nn.Module, tp: int) -> dict[str, Rule]:
@@ -229,6 +251,30 @@ def whole(heads: dict[int, torch.Tensor], order: str) -> torch.Tensor:
     if order == "interleaved":
         return torch.cat([heads[part] for part in range(3)], dim=1).flatten(0, 1)
     return torch.cat([heads[part].flatten(0, 1) for part in range(3)])
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [ORDERS, ORDERS[::-1]])
+def test_a_resume_goes_on_in_code_of_the_other_order(theirs: Order, mine: Order, tmp_path: Path) -> None:
+    source, target = (Recipe("fp32", functools.partial(Net, order)) for order in (theirs, mine))
+    losses = export(source, 2, tmp_path / "source")
+
+    resumed = resume(target, 3, tmp_path / "source", again=tmp_path / "again")
+
+    assert resumed == pytest.approx(losses, rel=1e-6)
+    saved, again = tensors(tmp_path / "source" / UNIVERSAL), tensors(tmp_path / "again" / UNIVERSAL)
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        name = f"attention.query_key_value.weight/{state}"
+        heads = {part: rows.unflatten(0, (2, -1)) for part, rows in enumerate(parts(saved[name], theirs))}
+        assert torch.equal(again[name], whole(heads, mine)) and not torch.equal(again[name], saved[name])
+        assert torch.equal(again[f"attention.dense.weight/{state}"], saved[f"attention.dense.weight/{state}"])
+
+
+def parts(rows: torch.Tensor, order: Order) -> list[torch.Tensor]:
+    """Queries, keys and values of two groups, group by group."""
+    widths = [2 * HEAD_DIM, HEAD_DIM, HEAD_DIM]
+    if order == "blocks":
+        return list(rows.split([2 * width for width in widths]))
+    return [part.flatten(0, 1) for part in rows.unflatten(0, (2, -1)).split(widths, dim=1)]
 
 
 def test_a_projection_of_other_heads_is_refused() -> None:

@@ -59,7 +59,10 @@ class AttentionOrder:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> AttentionOrder:
+    def from_dict(cls, told: Mapping[str, Any] | None) -> AttentionOrder | None:
+        """What :meth:`to_dict` made; None of None, where nothing was recorded."""
+        if told is None:
+            return None
         return cls(told["order"], int(told["groups"]), int(told["queries"]), int(told["head_dim"]))
 
     def start(self, part: int, groups: int) -> int:
