@@ -26,6 +26,7 @@ from megads_ucp.config import ExportConfig
 from megads_ucp.construction import watch
 from megads_ucp.errors import UnsupportedError
 from megads_ucp.export import LATEST, Exporter
+from megads_ucp.integrations.megatron_rng import grow_rng_states
 from megads_ucp.live import LiveGroup, LiveState
 from megads_ucp.restore import Restorer
 from megads_ucp.survey import Surveyor
@@ -262,7 +263,9 @@ def _load_checkpoint(
     tag = latest.read_text().strip() if tag is None else str(tag)
     states = load_optimizer_states and not load_module_only
     with scope_of(engine), restorer.loading(Path(load_dir) / tag, optimizer_states=states, strict=load_module_strict):
-        return stock(tag=tag)
+        path, client_state = stock(tag=tag)
+    grow_rng_states(client_state, ds_comm.get_world_size(engine.data_parallel_group))
+    return path, client_state
 
 
 def _load_optimizer(

@@ -87,6 +87,17 @@ def patch_megatron() -> None:
     vars(helpers)["build_sample_idx"] = lambda *arguments: gpt_dataset._build_sample_idx(*arguments[:5])
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     _keep_heads_apart()
+    _gather_flat()
+
+
+def _gather_flat() -> None:
+    """Ulysses' cross entropy gathers vectors into a matrix, at which gloo, unlike NCCL, looks."""
+    original = torch.distributed.all_gather_into_tensor
+
+    def gather(output: torch.Tensor, part: torch.Tensor, *more: Any, **keyword: Any) -> Any:
+        return original(output.view(-1), part.contiguous().view(-1), *more, **keyword)
+
+    torch.distributed.all_gather_into_tensor = gather
 
 
 def _keep_heads_apart() -> None:

@@ -105,6 +105,16 @@ def test_stock_deepspeed_cuts_the_export_right(host: Host, plain: tuple[Path, li
     assert losses(resumed) == pytest.approx(losses(source)[SAVED:], rel=1e-5)
 
 
+def test_random_states_of_each_data_parallel_rank_grow_with_dp(host: Host, tmp_path: Path) -> None:
+    more = ("--data-parallel-random-init",)
+    source = host.run(Job(Topology(tp=2, dp=1), PLAIN, save=tmp_path, more=more))
+
+    resumed = host.run(Job(Topology(tp=2, dp=2), PLAIN, load=tmp_path, more=more))
+
+    assert losses(resumed) == pytest.approx(losses(source)[SAVED:], rel=1e-5)
+    assert len({trace.draws for trace in resumed}) == 4
+
+
 def test_a_directory_of_the_stock_converter_is_taken_with_a_warning(host: Host, tmp_path: Path) -> None:
     model = Model(pipe=True)
     source = host.run(Job(Topology(tp=2), model, save=tmp_path))
