@@ -94,8 +94,8 @@ def _gather_flat() -> None:
     """Ulysses' cross entropy gathers vectors into a matrix, at which gloo, unlike NCCL, looks."""
     original = torch.distributed.all_gather_into_tensor
 
-    def gather(output: torch.Tensor, part: torch.Tensor, *more: Any, **keyword: Any) -> Any:
-        return original(output.view(-1), part.contiguous().view(-1), *more, **keyword)
+    def gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **keyword: Any) -> Any:
+        return original(output_tensor.view(-1), input_tensor.contiguous().view(-1), *more, **keyword)
 
     torch.distributed.all_gather_into_tensor = gather
 
