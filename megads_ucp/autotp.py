@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from deepspeed.utils import groups
 
 from megads_ucp.construction import watch
 from megads_ucp.errors import TensorParallelError
+
+logger = logging.getLogger("megads_ucp")
 
 # ---------------------------------------------------------------------------------------------- what a scope is made of
 
@@ -144,7 +147,8 @@ def model_scope(name: str) -> Iterator[None]:
 
     Raises:
         TensorParallelError: an engine's actual tensor parallelism is not what its configuration asks for, for example
-            because the scope already holds a model of another degree. Raised where the engine is built.
+            because the scope already holds a model of another degree (raised where the engine is built); or
+            ``tp_model_init`` was called without an ``initialize`` to follow (raised at the end of the block).
     """
     scope = _scopes.get(name)
     if scope is None:
@@ -158,6 +162,7 @@ def model_scope(name: str) -> Iterator[None]:
             before = [copy(value) if isinstance(value, dict) else value for value in _current_values()]
             try:
                 yield
+                _check_followed_up(scope)
             except BaseException:
                 if scope.engines == engines:
                     for setting, value in zip(SETTINGS, before, strict=True):
@@ -268,6 +273,36 @@ def refuse_inherited_groups(engine: Any, arguments: Mapping[str, Any]) -> None:
     if config.autotp_size <= 1 and groups.mpu is groups and groups._get_model_parallel_world_size() > 1:
         model = arguments.get("model")
         _refuse(type(engine).__name__, model, 1, {groups._get_model_parallel_world_size()})
+
+
+def warn_of_recorded_degree(engine: Any, others: Iterable[Any]) -> None:
+    """Say so if ``engine`` is not the first of the degree that a ``tp_model_init`` has recorded.
+
+    ``init_utils.merge_tp_model_init_into_config`` writes that into the configuration of every later model, so that
+    nobody can tell any more whether it was asked for.
+    """
+    if _has_recorded_degree(engine) and any(map(_has_recorded_degree, others)):
+        logger.warning(
+            "the %s of %s has TP %d, which an earlier deepspeed.tp_model_init asks of every later model. If this one's "
+            "own configuration does not ask for it, build the other one inside "
+            '`with megads_ucp.autotp.model_scope("<name>"):`',
+            type(engine).__name__,
+            type(engine.module).__name__,
+            engine.autotp_size(),
+        )
+
+
+def _has_recorded_degree(engine: Any) -> bool:
+    recorded = init_utils._TP_MODEL_INIT_ARGS
+    return recorded is not None and engine.autotp_size() == recorded["tp_size"]
+
+
+def _check_followed_up(scope: Scope) -> None:
+    if init_utils._TP_MODEL_INIT_ARGS is not None and not scope.engines:
+        raise TensorParallelError(
+            f'deepspeed.tp_model_init was called in model_scope("{scope.name}"), but it only records what the next '
+            "deepspeed.initialize shall do: call that one for the same model in the same block."
+        )
 
 
 def _wanted_degree(engine: Any) -> int | None:

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import link_hp_params
 
 from megads_ucp.adapter import ATTRIBUTES_USED, bookkeeping, live_state, why_unsupported
-from megads_ucp.autotp import check_degree, refuse_inherited_groups, scope_of
+from megads_ucp.autotp import check_degree, refuse_inherited_groups, scope_of, warn_of_recorded_degree
 from megads_ucp.config import ExportConfig
 from megads_ucp.construction import watch
 from megads_ucp.errors import UnsupportedError
@@ -66,6 +66,7 @@ def _attach(given: ExportConfig | None, engine: Any, arguments: Mapping[str, Any
     check_degree(engine)
     if isinstance(engine, DeepSpeedEngine):
         default = ExportConfig.from_arguments(arguments.get("args")) if given is None else given
+        warn_of_recorded_degree(engine, _engines)
         setattr(engine, _ATTACHMENT, Attachment(engine, default))
         _engines.add(engine)
 

@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.module_inject.layers import TensorParallel_Layer, is_autotp_training_mode
 from deepspeed.utils import groups
 from torch import nn
@@ -26,7 +27,7 @@ from tests import stock
 from tests.autotp import MODELS, Case, Topology, batches, case, with_heads
 from tests.models import Batch, draw_weights, train
 from tests.ranks import RankError, run_ranks
-from tests.runs import AFTER, BEFORE, EXPORTING, TAG, UNIVERSAL, assert_same_state
+from tests.runs import AFTER, BEFORE, EXPORTING, TAG, UNIVERSAL, Log, assert_same_state
 
 TP4, TP2DP2 = Topology(4, 1), Topology(2, 2)
 TEACHER, STUDENT = case("llama"), with_heads("qwen2", query=4, key_value=2)  # 3 and 2 key/value heads
@@ -124,13 +125,16 @@ def test_l5_inference_after_training_takes_the_training_group_and_mode() -> None
         with scope("student"):
             student = STUDENT.engine(2)
         with scope("teacher"):
-            teacher = inference(TEACHER.model(), 4)
+            teacher = inference(frozen(), 4)
+        (tokens, _) = next(batches(0, 1))
         for engine in (student, teacher):
             engine.module.register_forward_pre_hook(lambda *_: modes.append(is_autotp_training_mode()))
-            engine(*next(batches(0, 1)))
+        student(*next(batches(0, 1)))
+        teacher(input_ids=tokens)
+        teacher.generate(input_ids=tokens, max_new_tokens=1, do_sample=False)
         return [degree(student.module), degree(teacher.module), modes]
 
-    assert without_and_with(body, 4) == ([2, 2, [True, True]], [2, 4, [True, False]])
+    assert without_and_with(body, 4) == ([2, 2, [True, True, True]], [2, 4, [True, False, False]])
 
 
 def test_l6_a_model_without_tensor_parallelism_cannot_follow_one_with() -> None:
@@ -337,12 +341,28 @@ def test_the_plugin_refuses_a_model_of_another_degree(first: int) -> None:
             assert "with megads_ucp.autotp.model_scope(" in message
 
 
+def test_a_second_model_that_follows_tp_model_init_is_pointed_out() -> None:
+    """DeepSpeed has written the degree into its configuration: nobody can tell any more whether that was meant."""
+
+    def body() -> list[str]:
+        megads_ucp.install()
+        log = Log()
+        first = TEACHER.engine(1, model=deepspeed.tp_model_init(TEACHER.model(), 2, torch.float32))
+        assert log.messages == []
+        second = STUDENT.engine(1)
+        assert degree(first.module) == degree(second.module) == 2
+        return log.messages
+
+    for (message,) in run_ranks(body, 2):
+        assert "Qwen2ForCausalLM has TP 2, which an earlier deepspeed.tp_model_init asks of every later" in message
+
+
 # ---------------------------------------------------------------------------------------------------- names and nesting
 
 
 def test_scopes_nest_and_a_name_is_one_scope() -> None:
     def body() -> None:
-        at_first = now()
+        at_first, init = now(), deepspeed.DeepSpeedEngine.__init__
         with model_scope("teacher"):
             teacher = TEACHER.engine(4)
             within = now()
@@ -359,6 +379,7 @@ def test_scopes_nest_and_a_name_is_one_scope() -> None:
             with model_scope("teacher"):
                 assert now() == within
         assert now() == at_first
+        assert deepspeed.DeepSpeedEngine.__init__ is init
         assert (topology(teacher), topology(student)) == (TP4, TP2DP2)
         assert type(teacher).__name__ == "DeepSpeedEngine" and isinstance(teacher, deepspeed.DeepSpeedEngine)
 
@@ -405,3 +426,28 @@ def test_a_block_that_fails_leaves_nothing_behind() -> None:
         return found
 
     assert run_ranks(body, 4) == [TP2DP2] * 4
+
+
+def test_tp_model_init_alone_is_not_enough() -> None:
+    def body() -> None:
+        with pytest.raises(TensorParallelError, match=r"tp_model_init .*deepspeed\.initialize"), model_scope("teacher"):
+            model = deepspeed.tp_model_init(TEACHER.model(), 2, torch.float32)
+        with model_scope("teacher"):  # what it has recorded is forgotten
+            assert degree(TEACHER.engine(1, model=model).module) == 1
+
+    run_ranks(body, 2)
+
+
+def test_a_name_of_a_world_that_has_ended_is_free(tmp_path: Path) -> None:
+    def body() -> list[Topology]:
+        with model_scope("model"):
+            found = [topology(TEACHER.engine(2))]
+        rank, world = dist.get_rank(), dist.get_world_size()
+        deepspeed.comm.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=world)
+        with model_scope("model"):
+            engine = STUDENT.engine(4)
+        train(engine, batches(0, 1))
+        return [*found, topology(engine)]
+
+    assert run_ranks(body, 4)[0] == [TP2DP2, TP4]
