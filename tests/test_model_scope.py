@@ -154,13 +154,13 @@ def test_l6_a_model_without_tensor_parallelism_cannot_follow_one_with() -> None:
 
 def test_l7_the_first_inference_engines_group_is_everyones() -> None:
     def body(scope: Scope) -> list[int]:
-        with scope("first"):
-            one = inference(TEACHER.model(), 4)
-        with scope("second"):
-            other = inference(STUDENT.model(), 2)
-        return [degree(one.module), degree(other.module)]
+        found = []
+        for name, tp in (("first", 4), ("second", 2), ("third", 4)):
+            with scope(name):
+                found.append(degree(inference(TEACHER.model(), tp).module))
+        return found
 
-    assert without_and_with(body, 4) == ([4, 4], [4, 2])
+    assert without_and_with(body, 4) == ([4, 4, 4], [4, 2, 4])
 
 
 def test_l8_an_inference_engine_of_fewer_ranks_than_there_are_has_groups_on_all() -> None:
