@@ -276,12 +276,14 @@ def refuse_inherited_groups(engine: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def warn_of_recorded_degree(engine: Any, others: Iterable[Any]) -> None:
-    """Say so if ``engine`` is not the first of the degree that a ``tp_model_init`` has recorded.
+    """Say so if ``engine`` is not the first of its scope of the degree that a ``tp_model_init`` has recorded there.
 
     ``init_utils.merge_tp_model_init_into_config`` writes that into the configuration of every later model, so that
     nobody can tell any more whether it was asked for.
     """
-    if _has_recorded_degree(engine) and any(map(_has_recorded_degree, others)):
+    scope = None if _current.name is None else _current
+    beside = [other for other in others if vars(other).get(_SCOPE) is scope]
+    if _has_recorded_degree(engine) and any(map(_has_recorded_degree, beside)):
         logger.warning(
             "the %s of %s has TP %d, which an earlier deepspeed.tp_model_init asks of every later model. If this one's "
             "own configuration does not ask for it, build the other one inside "

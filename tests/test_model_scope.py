@@ -349,6 +349,9 @@ def test_a_second_model_that_follows_tp_model_init_is_pointed_out() -> None:
         log = Log()
         first = TEACHER.engine(1, model=deepspeed.tp_model_init(TEACHER.model(), 2, torch.float32))
         assert log.messages == []
+        with model_scope("of its own"):  # the same degree, and nothing to be in doubt of
+            STUDENT.engine(1, model=deepspeed.tp_model_init(STUDENT.model(), 2, torch.float32))
+        assert log.messages == []
         second = STUDENT.engine(1)
         assert degree(first.module) == degree(second.module) == 2
         return log.messages
