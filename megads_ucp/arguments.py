@@ -39,6 +39,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="how long a rank waits for its peers before the export is given up (default: %(default)s)",
     )
     group.add_argument(
+        "--universal-checkpoint-export-on-drift",
+        choices=CHOICES["on_drift"],
+        default=default.on_drift,
+        help="what it means that copies of a parameter, which ought to be equal, have drifted apart: 'error' fails the "
+        "export, 'warn' exports one of the copies (default: %(default)s)",
+    )
+    group.add_argument(
         "--universal-checkpoint-verify",
         action="store_true",
         help="check everything that a resume reads against the manifest's checksums",

@@ -10,7 +10,7 @@ from typing import Any
 
 CONFIG_SECTION = "universal_checkpoint_export"
 
-CHOICES = {"read_together": ("auto", "always", "never")}
+CHOICES = {"read_together": ("auto", "always", "never"), "on_drift": ("error", "warn")}
 """What those settings may be that are words."""
 
 
@@ -23,6 +23,8 @@ class ExportConfig:
         strict: a failed export raises on every rank; otherwise it is reported and training goes on.
         bucket_mb: bytes in flight per rank and direction during the exchange, in MiB.
         timeout_minutes: how long a rank waits for its peers before the export is given up; fractions are allowed.
+        on_drift: what it means that copies of a parameter have drifted apart: "error" fails the export, "warn" exports
+            one of them, with a warning.
         verify: a resume checks everything it reads against the manifest's checksums.
         read_together: whether a resume reads matrices that tensor parallelism cuts along dim 1 once, and has their
             columns travel to the ranks: "always", "never", or "auto", where such ranks are on several hosts. On one
@@ -33,6 +35,7 @@ class ExportConfig:
     strict: bool = False
     bucket_mb: int = 64
     timeout_minutes: float = 30.0
+    on_drift: str = "error"
     verify: bool = False
     read_together: str = "auto"
 

@@ -20,6 +20,10 @@ class LayoutError(UniversalCheckpointError):
     """How a parameter is cut over tensor-parallel ranks is unknown or contradictory."""
 
 
+class DriftError(UniversalCheckpointError):
+    """Copies of a parameter, or of its state, that ought to be equal are not."""
+
+
 class PlanError(UniversalCheckpointError):
     """The ranks' descriptions of their partitions do not fit together."""
 

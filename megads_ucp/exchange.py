@@ -166,6 +166,12 @@ class Channel:
             dist.all_gather(everybody, mine, group=self._group)
         return [theirs.tolist() for theirs in everybody]
 
+    def sum_int64(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of everybody's values, modulo 2**64, in their place; all ranks give equally many."""
+        with self.talking("adding up what the ranks counted"):
+            dist.all_reduce(values, group=self._group)
+        return values
+
     def broadcast(self, value: Any, source: int) -> Any:
         """``source``'s value, on every rank. Anything picklable."""
         box = [value]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One export, told once: refuse or survey, plan, stage, exchange and write, commit.
+"""One export, told once: refuse or survey, plan, compare copies, stage, exchange and write, commit.
 
 Every step that can fail on one rank alone ends in an agreement of all ranks, so that all of them go on or all give up.
 """
@@ -20,7 +20,8 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 
 from megads_ucp import storage
 from megads_ucp.config import ExportConfig
-from megads_ucp.errors import UniversalCheckpointError, UnsupportedError
+from megads_ucp.drift import Comparison, told
+from megads_ucp.errors import DriftError, UniversalCheckpointError, UnsupportedError
 from megads_ucp.exchange import Exchange
 from megads_ucp.layout.info import info_of
 from megads_ucp.live import STEP, LiveState
@@ -33,6 +34,11 @@ logger = logging.getLogger("megads_ucp")
 
 LATEST = "latest_universal"
 _MIB = 1 << 20
+
+_MEND = (
+    "Look for a missing all-reduce of a gradient (sequence parallelism?), or declare the parameter in "
+    "parameter_to_average_patterns of universal_checkpoint_info."
+)
 
 
 @dataclass
@@ -76,6 +82,7 @@ class Exporter:
         self._live, self._config, self._surveyor, self._unsupported = live, config, surveyor, unsupported
         self._survey: Survey | None = None
         self._plan: Plan | None = None
+        self._comparison: Comparison | None = None
         self._writer = ExtentWriter()
         self.last_report: ExportReport | None = None
 
@@ -121,12 +128,17 @@ class Exporter:
         report.nbytes, report.nbytes_moved = sum(plan.bytes_by_writer.values()), plan.bytes_moved
         report.imbalance = plan.imbalance(channel.world)
 
+        with report.timed("snapshot"):
+            snapshot = self._snapshot(live)
+        with report.timed("compare"):
+            self._compare_copies(snapshot)
+
         staging = storage.Staging(directory, channel.broadcast(uuid.uuid4().hex, 0))
         try:
             with report.timed("stage"):
                 self._stage(staging)
             with report.timed("exchange and write"):
-                records = self._write_tensors(live, plan, staging)
+                records = self._write_tensors(snapshot, plan, staging)
             with report.timed("small files"), channel.agreed("writing the small files"):
                 records += self._write_objects(live, plan, staging, client_state, exclude_frozen)
             with report.timed("commit"):
@@ -157,9 +169,36 @@ class Exporter:
                 for warning in survey.warnings:
                     logger.warning("%s", warning)
             # Two rounds are in flight at a time.
-            self._plan = make_plan(survey.subjects(), channel.world, self._config.bucket_mb * _MIB // 2)
+            subjects = survey.subjects()
+            self._plan = make_plan(subjects, channel.world, self._config.bucket_mb * _MIB // 2)
+            self._comparison = Comparison(subjects, channel.rank)
             self._survey = survey
         return self._plan
+
+    def _snapshot(self, live: LiveState) -> Snapshot:
+        with self._surveyor.channel.agreed("reading the optimizer's state"):
+            snapshot = Snapshot(live)
+            if rounded := snapshot.rounded():
+                logger.warning(
+                    "the universal format keeps buffers and frozen parameters in fp32, which cannot hold all values of "
+                    "%s: keep them in client_state too.",
+                    ", ".join(rounded),
+                )
+        return snapshot
+
+    def _compare_copies(self, snapshot: Snapshot) -> None:
+        """Find copies that have drifted apart, before anything is written.
+
+        Raises:
+            DriftError: some have, and the configuration calls that an error; the same on every rank.
+        """
+        assert self._comparison is not None
+        channel = self._surveyor.channel
+        drifts = self._comparison.run(channel, snapshot.values, self._config.bucket_mb * _MIB // 2)
+        if drifts and self._config.on_drift == "error":
+            raise DriftError(f"{told(drifts)}. {_MEND} To export one copy as it is, set on_drift to warn.")
+        if drifts and channel.rank == 0:
+            logger.warning("%s. One copy of each is exported. %s", told(drifts), _MEND)
 
     def _stage(self, staging: storage.Staging) -> None:
         channel = self._surveyor.channel
@@ -169,17 +208,10 @@ class Exporter:
         with channel.agreed(f"preparing {staging.target}"):
             storage.Staging.open(staging.target, staging.run_id)
 
-    def _write_tensors(self, live: LiveState, plan: Plan, staging: storage.Staging) -> list[storage.ExtentRecord]:
+    def _write_tensors(self, snapshot: Snapshot, plan: Plan, staging: storage.Staging) -> list[storage.ExtentRecord]:
         """Move fragments to their writers and write each extent as soon as it is complete."""
         channel = self._surveyor.channel
         with channel.agreed("preparing the exchange"):
-            snapshot = Snapshot(live)
-            if rounded := snapshot.rounded():
-                logger.warning(
-                    "the universal format keeps buffers and frozen parameters in fp32, which cannot hold all values of "
-                    "%s: keep them in client_state too.",
-                    ", ".join(rounded),
-                )
             sink = self._writer.prepare(plan, channel.rank, staging)
         with channel.agreed("writing"):
             try:

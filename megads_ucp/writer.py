@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from megads_ucp import storage
-from megads_ucp.errors import LayoutError, PlanError
+from megads_ucp.errors import PlanError
 from megads_ucp.live import LiveState
-from megads_ucp.plan import Extent, Plan, Transfer
+from megads_ucp.plan import Extent, Holding, Plan, StateSpec, Transfer
 from megads_ucp.survey import UNOWNED
 
 WRITER_THREADS = 2
@@ -43,7 +43,11 @@ class Snapshot:
         ]
 
     def holding(self, transfer: Transfer, extent: Extent) -> torch.Tensor:
-        """The 1-D values of one of this rank's own holdings in the extent's state.
+        """The values of one transfer's holding; see :meth:`values`."""
+        return self.values(transfer.holding, extent.state)
+
+    def values(self, holding: Holding, state: StateSpec) -> torch.Tensor:
+        """The 1-D values of one of this rank's own holdings in a state.
 
         What no optimizer owns comes as the model has it, on its device and in its dtype; copying it into a message or
         an extent makes it fp32, as the stock converter writes it (ds_to_universal.main, "fp32_path").
@@ -51,13 +55,13 @@ class Snapshot:
         Raises:
             PlanError: the optimizer no longer has the state.
         """
-        group, fragment = transfer.holding.group, transfer.holding.fragment
+        group, fragment = holding.group, holding.fragment
         if group == UNOWNED:
             return self._unowned[fragment.name]
         states = self._groups[group]
-        if extent.state.name not in states:
-            raise PlanError(f"the optimizer has no state {extent.state.name} for parameter {fragment.name} any more.")
-        return states[extent.state.name].narrow(0, fragment.partition_start, fragment.numel)
+        if state.name not in states:
+            raise PlanError(f"the optimizer has no state {state.name} for parameter {fragment.name} any more.")
+        return states[state.name].narrow(0, fragment.partition_start, fragment.numel)
 
 
 def file_name(plan: Plan, extent: Extent) -> str:
@@ -118,23 +122,16 @@ class Sink:
         self._writes: dict[int, Future[storage.ExtentRecord]] = {}
 
     def lay(self, transfer: Transfer, values: list[torch.Tensor]) -> None:
-        """Put one transfer's boxes into their extent's buffer.
-
-        Raises:
-            LayoutError: a copy that a tensor-parallel rank holds differs from the one already laid down.
-        """
+        """Put one transfer's boxes into their extent's buffer."""
         extent = self._plan.extents[transfer.extent]
-        subject = self._plan.subjects[extent.subject]
         for box, value in zip(transfer.boxes, values, strict=True):
             if box.scale != 1.0:  # of master weights only, see check_unscaled
                 value = value.to(extent.state.written) / box.scale
             target = box.full_view(self._buffers[transfer.extent], extent.start)
             if transfer.turn == 0:
                 target.copy_(value)
-            elif subject.layout.averaged:
-                target.add_(value)
             else:
-                _check_replica(target, value, subject.name, extent.state.name, transfer.holding.tp_rank)
+                target.add_(value)
 
     def arrived(self, index: int) -> None:
         """Write an extent whose values are all there."""
@@ -170,21 +167,6 @@ class Sink:
     def abandon(self) -> None:
         """Stop writing; writes that have not begun never will."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-
-def _check_replica(laid: torch.Tensor, copy: torch.Tensor, parameter: str, state: str, tp_rank: int) -> None:
-    copy = copy.to(laid.dtype)
-    if torch.equal(laid, copy):
-        return
-    differing = (laid != copy) & ~(laid.isnan() & copy.isnan())  # a NaN differs from itself, but has not drifted
-    if not differing.any():
-        return
-    largest = (laid.double() - copy.double()).abs()[differing].max().item()
-    raise LayoutError(
-        f"parameter {parameter}, state {state}: tensor-parallel rank {tp_rank}'s copy differs from another rank's by "
-        f"up to {largest:.3g}. Replicas have drifted apart: look for a missing all-reduce of its gradient (sequence "
-        "parallelism?), or declare it in parameter_to_average_patterns of universal_checkpoint_info."
-    )
 
 
 def records_by_file(records: list[storage.ExtentRecord]) -> dict[str, list[storage.ExtentRecord]]:

@@ -227,8 +227,9 @@ def test_flags_are_parsed_into_the_configuration():
     assert ExportConfig.from_arguments(parser.parse_args([])) == ExportConfig()
     given = ["--universal-checkpoint-export", "--universal-checkpoint-export-strict", "--universal-checkpoint-verify"]
     given += ["--universal-checkpoint-export-bucket-mb=8", "--universal-checkpoint-export-timeout-minutes=0.5"]
+    given += ["--universal-checkpoint-export-on-drift=warn"]
     assert ExportConfig.from_arguments(parser.parse_args(given)) == ExportConfig(
-        enabled=True, strict=True, bucket_mb=8, timeout_minutes=0.5, verify=True
+        enabled=True, strict=True, bucket_mb=8, timeout_minutes=0.5, on_drift="warn", verify=True
     )
     assert ExportConfig.from_arguments(None) == ExportConfig()
 
@@ -238,7 +239,7 @@ def test_flags_are_shown_by_help(capsys):
         megads_ucp.add_arguments(argparse.ArgumentParser()).parse_args(["--help"])
     shown = capsys.readouterr().out
     assert "universal checkpoint export (megads_ucp)" in shown
-    for flag in ("export", "export-strict", "export-bucket-mb", "export-timeout-minutes", "verify"):
+    for flag in ("export", "export-strict", "export-bucket-mb", "export-timeout-minutes", "export-on-drift", "verify"):
         assert f"--universal-checkpoint-{flag}" in shown
 
 

@@ -155,7 +155,7 @@ def test_replicas_that_have_drifted_apart_stop_the_export(tmp_path: Path) -> Non
     with pytest.raises(RankError) as failure:
         checked.export(TP2, tmp_path, after=0)
     message = str(failure.value)
-    pattern = r"parameter transformer\.h\.\d\.attn\.c_attn\.(weight|bias), state \w+: .*differs .*by up to (\S+)\. Repl"
+    pattern = r"parameter transformer\.h\.\d\.attn\.c_attn\.(weight|bias), state \w+: .*differs .*by up to (\S+), at "
     found = re.search(pattern, message)
     assert found is not None and float(found[2]) > 0
     assert "parameter_to_average_patterns" in message

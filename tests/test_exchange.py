@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange on real gloo ranks, down to the files: bits, drifted replicas, failures of one rank, and its death."""
+"""The exchange on real gloo ranks, down to the files: bits, failures of one rank, and its death."""
 
 from __future__ import annotations
 
@@ -133,50 +133,6 @@ def test_an_engine_can_export_again_over_the_same_channel(tmp_path):
 
     for first, second in run_ranks(body, 2):
         assert first == second > 0
-
-
-# ---- replicas ----
-
-
-@pytest.mark.parametrize("value", [0.25, torch.nan])
-def test_replicas_that_differ_are_reported_with_the_largest_difference_on_all_ranks(tmp_path, value):
-    def drift(plan: Plan, source: Source, rank: int) -> Source:
-        def drifted(transfer: Transfer, extent: Extent) -> torch.Tensor:
-            values = source(transfer, extent).clone()
-            if (plan.subjects[extent.subject].name, extent.state.name, rank) == ("norm", "exp_avg", 1):
-                values[2] += value
-            return values
-
-        return drifted
-
-    job = model(2, 1, ADAM)
-    for told in run_ranks(lambda: failing_export(tmp_path / "checkpoint", job, drift), 2):
-        assert told.error is Disagreement
-        assert (
-            "parameter norm, state exp_avg:" in told.message
-            and f"differs from another rank's by up to {value:.3g}" in (told.message)
-        )
-
-
-def test_nan_in_one_replica_and_zero_in_the_other_differ_but_nan_in_both_does_not(tmp_path):
-    job = Job((replicated("norm", 6, 2),), (), ADAM[:1], tp_degree=2, degree=1)
-
-    def body(of_rank: list[float]) -> str | None:
-        channel, plan = Channel(1.0), make_plan(job.subjects(), job.world, 64)
-        values = torch.zeros(6)
-        values[3] = of_rank[channel.rank]
-        try:
-            export(channel, plan, tmp_path / f"{of_rank}", lambda transfer, extent: values)
-        except Disagreement as failure:
-            return str(failure)
-        return None
-
-    nan, infinite = float("nan"), float("inf")
-    assert run_ranks(body, 2, [nan, nan]) == [None, None]
-    assert run_ranks(body, 2, [infinite, infinite]) == [None, None]
-    assert run_ranks(body, 2, [0.0, -0.0]) == [None, None]
-    for message in [*run_ranks(body, 2, [nan, 0.0]), *run_ranks(body, 2, [infinite, torch.finfo(torch.float32).max])]:
-        assert message is not None and "parameter norm" in message
 
 
 # ---- failures ----

@@ -50,7 +50,7 @@ from megads_ucp.layout.boxes import Box, clip, clip_shard, joined
 from megads_ucp.layout.coverage import Defect, Side, first_defect
 from megads_ucp.layout.rule import Rule
 
-__all__ = ["Box", "Layout", "build_layout", "check_unscaled", "clip"]
+__all__ = ["Box", "Layout", "build_layout", "check_unscaled", "clip", "index_of"]
 
 Shape = tuple[int, ...]
 
@@ -194,7 +194,7 @@ class Layout:
             "overlap": "two pieces hold",
             "hole": "no piece holds",
         }[defect.kind]
-        index = f" (index {_index(defect.address, shape)})" if defect.kind != "outside" else ""
+        index = f" (index {index_of(defect.address, shape)})" if defect.kind != "outside" else ""
         return LayoutError(
             f"{self.name}: the layout from {self.rule.source} does not fit {where} (shape {shape}): "
             f"{what} element {defect.address}{index}. Correct that source, or describe the parameter with another one."
@@ -345,7 +345,8 @@ def _mismatch(name: str, rule: Rule, claim: str, shards: tuple[Shape, ...]) -> L
     )
 
 
-def _index(address: int, shape: Shape) -> Shape:
+def index_of(address: int, shape: Shape) -> Shape:
+    """The index of element number ``address`` of a row-major tensor."""
     index = []
     for size in reversed(shape):
         address, position = divmod(address, size)

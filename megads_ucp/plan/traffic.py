@@ -15,9 +15,8 @@ from megads_ucp.plan.types import MESSAGE_ALIGNMENT, Extent, Transfer, message_b
 def transfers_of(index: int, extent: Extent, holders: Holders, bucket_bytes: int) -> list[Transfer]:
     """All transfers of extent number ``index``, none larger than a bucket, in the order of their turns."""
     subject = holders.subject
-    # Copies of what no optimizer owns may differ: they are neither compared nor, then, worth their way.
-    single = not subject.owned and not subject.layout.averaged
-    near = None if subject.layout.averaged or not subject.owned else holders.tp_rank_of.get(extent.writer)
+    averaged = subject.layout.averaged
+    near = None if averaged or not subject.owned else holders.tp_rank_of.get(extent.writer)
     limit = bucket_bytes // MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT // extent.state.live.itemsize
     transfers: list[Transfer] = []
     for holding, boxes, numel in holders.parts(extent.start, extent.stop):
@@ -26,9 +25,9 @@ def transfers_of(index: int, extent: Extent, holders: Holders, bucket_bytes: int
             transfers.append(Transfer(index, holding, boxes, numel, 0))
             continue
         for turn in sorted(set(turns)):
-            if turn == 0 or not single:
+            if turn == 0 or averaged:  # one copy will do: that they agree is found out otherwise
                 copies = [box for box, its_turn in zip(boxes, turns, strict=True) if its_turn == turn]
-                transfers.extend(Transfer(index, holding, *chunk, turn) for chunk in _chunks(copies, limit))
+                transfers.extend(Transfer(index, holding, *chunk, turn) for chunk in chunks(copies, limit))
     return sorted(transfers, key=lambda transfer: transfer.turn)
 
 
@@ -46,7 +45,7 @@ def _turn(box: Box, tp_rank: int, near: int | None) -> int:
     return (box.holders.index(tp_rank) - first) % copies
 
 
-def _chunks(boxes: Iterable[Box], limit: int) -> Iterator[tuple[tuple[Box, ...], int]]:
+def chunks(boxes: Iterable[Box], limit: int) -> Iterator[tuple[tuple[Box, ...], int]]:
     """The boxes in order, in bundles, each with its number of elements, at most ``limit``; boxes are cut to fit."""
     bundle: list[Box] = []
     room = limit

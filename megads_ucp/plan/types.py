@@ -80,8 +80,8 @@ class Extent:
 class Transfer:
     """The boxes of one holding that lie in one extent, ``numel`` elements in all.
 
-    ``turn`` 0 lays elements down; every later turn brings another tensor-parallel rank's copy of them, to be compared
-    or added. A writer takes the turns of an extent in order.
+    ``turn`` 0 lays elements down; every later turn brings another copy of them, to be added (or, in an inspection,
+    compared). A writer takes the turns of an extent in order.
     """
 
     extent: int
