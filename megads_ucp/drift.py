@@ -132,8 +132,8 @@ def _folded(bits: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _weights() -> torch.Tensor:
     """The weight of every element of a block: odd, so that the change of any one element changes the sum modulo 2**64
-    whatever it is, and random, so that no pattern of several changes (two elements swapped, say) is likely to cancel:
-    at most one in 2**32 does."""
+    whatever it is, and random, so that several changes (two elements swapped, say) are unlikely to cancel: about one
+    pair in 2**32 does."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**63), 2**63 - 1, (BLOCK,), generator=generator) | 1
 
@@ -205,9 +205,6 @@ def told(drifts: Sequence[Drift]) -> str:
 
 
 def _named(tp_ranks: Ints) -> str:
-    listed = ", ".join(map(str, tp_ranks))
-    return (
-        f"the copies of tensor-parallel ranks {listed} differ"
-        if len(tp_ranks) > 1
-        else (f"the copy of tensor-parallel rank {listed} differs")
-    )
+    if len(tp_ranks) == 1:
+        return f"the copy of tensor-parallel rank {tp_ranks[0]} differs"
+    return f"the copies of tensor-parallel ranks {', '.join(map(str, tp_ranks))} differ"

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +23,6 @@ from megads_ucp.errors import DriftError
 from megads_ucp.exchange import Channel
 from megads_ucp.layout.core import build_layout
 from megads_ucp.layout.rule import Rule
-from megads_ucp.partition import Fragment
 from megads_ucp.plan import Holding, StateSpec, Subject
 from megads_ucp.plan.copies import BLOCK, inspection, lots_of
 from tests.autotp import Topology, batches, case
@@ -107,6 +105,10 @@ def test_swapped_elements_and_a_shifted_copy_are_seen_and_equal_bits_never_are(d
     two_signs = base.clone()
     two_signs[[5, 9]] *= -1
     assert blocks_that_differ(two_signs) == [0]
+    all_bits_of_one = base.clone()
+    bits = all_bits_of_one[7:8].view(torch.uint8)
+    bits.bitwise_not_()
+    assert blocks_that_differ(all_bits_of_one) == [0]
     assert blocks_that_differ(base.roll(1)) == [0, 1]
     assert blocks_that_differ(-base) == [0, 1]
     assert blocks_that_differ(torch.zeros_like(base)) == [0, 1]
@@ -251,7 +253,7 @@ def test_one_unit_in_the_last_place_of_one_copy_refuses_the_export(
         assert f"parameter {NORM}, state {state}: " in message and message.count("parameter model.") == 1
         assert f" in 1 element, by up to {off - true:.3g}, at [17]: " in message
         assert f"{true:.9g} on rank " in message and f"{off:.9g} on rank " in message
-        assert f"of tensor-parallel rank" in message and " from that of rank 0 in 1 element" in message
+        assert "of tensor-parallel rank" in message and " from that of rank 0 in 1 element" in message
         assert "parameter_to_average_patterns" in message and "on_drift" in message
         assert not (tmp_path / f"{state}_universal").exists() and (tmp_path / state).is_dir()
     assert (tmp_path / "agreeing_universal").is_dir() and (tmp_path / "again_universal").is_dir()

@@ -110,7 +110,8 @@ def _boxes(subject: Subject, holding: Holding) -> tuple[Box, ...]:
 
 
 def inspection(subjects: Sequence[Subject], lots: Sequence[Lot], bucket_bytes: int) -> Plan:
-    """A plan that brings all copies of each lot to one of the ranks that hold it, that of its TP rank number ``i`` in turn ``i``.
+    """A plan that brings all copies of each lot to one of the ranks that hold it: that of number ``i`` of its TP ranks
+    in turn ``i``.
 
     Its extents are the lots, in their order; nothing is to be written, so values stay in their live dtype.
     """
