@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as ds_comm
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import link_hp_params
@@ -28,13 +29,14 @@ from megads_ucp.errors import UnsupportedError
 from megads_ucp.export import LATEST, Exporter
 from megads_ucp.integrations.megatron_rng import grow_rng_states
 from megads_ucp.live import LiveGroup, LiveState
-from megads_ucp.restore import Restorer
+from megads_ucp.restore import Restorer, batch_advice
 from megads_ucp.survey import Surveyor
 
 # Attachments hang off their engines: in a dictionary here they would keep alive all that refers back to the engine.
 _ATTACHMENT = "_megads_ucp_attachment"
 _engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 _end_watch: Callable[[], None] | None = None
+_stock_batch_assertion = DeepSpeedConfig._batch_assertion
 
 
 def install(args: Any = None) -> None:
@@ -57,6 +59,7 @@ def install(args: Any = None) -> None:
     if _end_watch is not None:
         _end_watch()
     _end_watch = watch(functools.partial(_attach, given))
+    DeepSpeedConfig._batch_assertion = _batch_assertion
 
 
 @contextmanager
@@ -78,9 +81,24 @@ def uninstall() -> None:
         attachment(engine).detach()
         delattr(engine, _ATTACHMENT)
     _engines.clear()
+    DeepSpeedConfig._batch_assertion = _stock_batch_assertion
     if _end_watch is not None:
         _end_watch()
         _end_watch = None
+
+
+def _batch_assertion(config: DeepSpeedConfig) -> None:
+    """DeepSpeed's own, which comes before there is an engine, with the accumulation steps that would do.
+
+    Raises:
+        AssertionError: the global batch is not what the micro batches of all ranks and steps make.
+    """
+    try:
+        _stock_batch_assertion(config)
+    except AssertionError as error:
+        batch, micro_batch = config.train_batch_size, config.train_micro_batch_size_per_gpu
+        advice = batch_advice(batch, int(config.world_size), max(micro_batch, 1)) if batch > 0 else ""
+        raise AssertionError(f"{error}. {advice}") from error
 
 
 def attachment(engine: DeepSpeedEngine) -> Attachment:
@@ -255,18 +273,25 @@ def _load_checkpoint(
     latest = Path(load_dir) / LATEST
     if not engine.load_universal_checkpoint() or (tag is None and not latest.is_file()):
         return stock(tag=tag)
-    if offloaded := getattr(engine.optimizer, "offloaded_states", None):
-        # DeepSpeed's load would fail half-way: update_lp_params copies into partitions that offloading has cleared.
-        names = sorted(state.value for state in offloaded)
-        raise UnsupportedError(
-            f"{load_dir} is not loaded while {names} are offloaded: call engine.reload_states() first."
-        )
     tag = latest.read_text().strip() if tag is None else str(tag)
     states = load_optimizer_states and not load_module_only
-    with scope_of(engine), restorer.loading(Path(load_dir) / tag, optimizer_states=states, strict=load_module_strict):
+    directory, why_not = Path(load_dir) / tag, _why_not_now(engine)
+    with (
+        scope_of(engine),
+        restorer.loading(directory, optimizer_states=states, strict=load_module_strict, why_not=why_not),
+    ):
         path, client_state = stock(tag=tag)
     grow_rng_states(client_state, ds_comm.get_world_size(engine.data_parallel_group))
     return path, client_state
+
+
+def _why_not_now(engine: DeepSpeedEngine) -> str | None:
+    """Why this rank cannot load at the moment: update_lp_params copies into partitions that offloading has cleared."""
+    offloaded = getattr(engine.optimizer, "offloaded_states", None)
+    if not offloaded:
+        return None
+    names = sorted(state.value for state in offloaded)
+    return f"nothing can be loaded while {names} are offloaded: call engine.reload_states() first"
 
 
 def _load_optimizer(

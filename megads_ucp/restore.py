@@ -27,7 +27,7 @@ from deepspeed.checkpoint.constants import (
 
 from megads_ucp import storage
 from megads_ucp.config import ExportConfig
-from megads_ucp.errors import LayoutError, StorageError
+from megads_ucp.errors import LayoutError, StorageError, UnsupportedError
 from megads_ucp.grouping import match_groups, revived
 from megads_ucp.layout.core import Layout, check_unscaled
 from megads_ucp.live import MASTER, NO_VALUES, STEP, LiveGroup, LiveState
@@ -86,15 +86,25 @@ class Restorer:
         self._prepared: _Prepared | None = None
 
     @contextmanager
-    def loading(self, directory: Path, *, optimizer_states: bool = True, strict: bool = True) -> Iterator[None]:
+    def loading(
+        self, directory: Path, *, optimizer_states: bool = True, strict: bool = True, why_not: str | None = None
+    ) -> Iterator[None]:
         """Check ``directory`` on entry, on all ranks; fill what no optimizer owns on leaving. Collective.
 
         Between the two, :meth:`fill` does what DeepSpeed's load of the optimizer would.
+
+        Args:
+            directory: the universal checkpoint.
+            optimizer_states, strict: see :class:`LoadRequest`.
+            why_not: why this rank cannot take anything at the moment, None if it can.
 
         Raises:
             UniversalCheckpointError: a file is missing, damaged or does not fit the model; the same error on every
                 rank, and nothing live has changed unless it says that the engine must not be used.
         """
+        with self._surveyor.connect().agreed(f"loading {directory}"):
+            if why_not is not None:
+                raise UnsupportedError(why_not)
         self._prepared = self._prepare(directory, LoadRequest(optimizer_states, strict, self._config.verify))
         try:
             yield

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 import megads_ucp
-from megads_ucp.errors import UniversalCheckpointError, UnsupportedError
+from megads_ucp.errors import UniversalCheckpointError
 from megads_ucp.restore import batch_advice
 from tests import stock
 from tests.models import KINDS, MLP, draw_weights, train
@@ -522,6 +522,29 @@ def test_a_resume_says_how_to_keep_the_global_batch(tmp_path: Path) -> None:
     assert run_ranks(body, 3, 2) == [[], [], []]
 
 
+@pytest.mark.parametrize(
+    ("micro_batch", "advice"),
+    [(2, "set gradient_accumulation_steps to 2."), (4, "must be one of ['1 x 4', '2 x 2', '4 x 1'].")],
+)
+def test_a_global_batch_that_no_longer_divides(micro_batch: int, advice: str) -> None:
+    """Point 7 of a resume at another DP: DeepSpeed's own refusal, from which no accumulation can be read."""
+    config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 5}
+
+    def body(installed: bool) -> str:
+        if installed:
+            megads_ucp.install()
+            megads_ucp.uninstall()
+            megads_ucp.install()
+        with pytest.raises(AssertionError, match="Check batch related parameters") as caught:
+            Recipe("fp32", config=config).engine()
+        return str(caught.value)
+
+    (stock,) = run_ranks(body, 1, False)
+    ours = run_ranks(body, 3, True)
+    assert "gradient_accumulation_steps to" not in stock and "1 x" not in stock
+    assert len(set(ours)) == 1 and advice in ours[0]
+
+
 def test_tensor_parallel_ranks_of_autotp_share_a_batch(tmp_path: Path) -> None:
     """DeepSpeed's train_batch_size counts them as if each had samples of its own."""
     case = llama_case(16, 10, heads=4, key_value_heads=2)
@@ -607,7 +630,7 @@ def test_states_that_are_offloaded_meanwhile(
             engine.offload_states(include)
         save(engine, tmp_path / str(offloading))
         if offloading:
-            with pytest.raises(UnsupportedError, match=r"offloaded: call engine\.reload_states\(\) first"):
+            with pytest.raises(UniversalCheckpointError, match=r"offloaded: call engine\.reload_states\(\) first"):
                 engine.load_checkpoint(str(tmp_path / "True"))
             engine.reload_states()
             losses = train(engine, recipe.batches(3, 5))
@@ -618,3 +641,21 @@ def test_states_that_are_offloaded_meanwhile(
 
     assert run_ranks(body, 2, True) == run_ranks(body, 2, False)
     assert_same_state(tmp_path / "True" / UNIVERSAL, tmp_path / "False" / UNIVERSAL)
+
+
+def test_states_that_are_offloaded_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:
+    recipe = Recipe("zero2")
+
+    def body() -> str:
+        megads_ucp.install(EXPORTING)
+        engine = replace(recipe, config=LOADING).engine()
+        train(engine, recipe.batches(0, 1))
+        save(engine, tmp_path)
+        if dist.get_rank() == 1:
+            engine.offload_states()
+        with pytest.raises(UniversalCheckpointError, match="rank 1: nothing can be loaded while") as caught:
+            engine.load_checkpoint(str(tmp_path))
+        return str(caught.value)
+
+    first, other = run_ranks(body, 2)
+    assert first == other
