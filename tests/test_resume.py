@@ -524,7 +524,7 @@ def test_a_resume_says_how_to_keep_the_global_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("micro_batch", "advice"),
-    [(2, "set gradient_accumulation_steps to 2."), (4, "must be one of ['1 x 4', '2 x 2', '4 x 1'].")],
+    [(2, "set gradient_accumulation_steps to 2."), (3, "must be one of ['1 x 4', '2 x 2', '4 x 1'].")],
 )
 def test_a_global_batch_that_no_longer_divides(micro_batch: int, advice: str) -> None:
     """Point 7 of a resume at another DP: DeepSpeed's own refusal, from which no accumulation can be read."""
