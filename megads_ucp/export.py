@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 
 from megads_ucp import storage
@@ -27,6 +28,7 @@ from megads_ucp.layout.info import info_of
 from megads_ucp.live import STEP, LiveState
 from megads_ucp.manifest import file_records, group_facts, manifest, merged_groups, split_crc32
 from megads_ucp.plan import Plan, make_plan
+from megads_ucp.reading import exact_file
 from megads_ucp.survey import UNOWNED, Survey, Surveyor
 from megads_ucp.writer import ExtentWriter, Snapshot
 
@@ -140,7 +142,7 @@ class Exporter:
             with report.timed("exchange and write"):
                 records = self._write_tensors(snapshot, plan, staging)
             with report.timed("small files"), channel.agreed("writing the small files"):
-                records += self._write_objects(live, plan, staging, client_state, exclude_frozen)
+                records += self._write_objects(live, plan, snapshot, staging, client_state, exclude_frozen)
             with report.timed("commit"):
                 self._commit(live, plan, staging, records, absent, save_dir / LATEST if save_latest else None)
         except BaseException:
@@ -178,11 +180,13 @@ class Exporter:
     def _snapshot(self, live: LiveState) -> Snapshot:
         with self._surveyor.channel.agreed("reading the optimizer's state"):
             snapshot = Snapshot(live)
-            if rounded := snapshot.rounded():
+            stage = live.coordinates.stage
+            assert self._survey is not None
+            if cut := [name for name in snapshot.inexact if not self._survey.layouts[stage][name].replicated]:
                 logger.warning(
-                    "the universal format keeps buffers and frozen parameters in fp32, which cannot hold all values of "
-                    "%s: keep them in client_state too.",
-                    ", ".join(rounded),
+                    "fp32, in which the universal format keeps frozen parameters, cannot hold all values of %s, and "
+                    "tensor parallelism cuts them: keep them in client_state too.",
+                    ", ".join(cut),
                 )
         return snapshot
 
@@ -225,6 +229,7 @@ class Exporter:
         self,
         live: LiveState,
         plan: Plan,
+        snapshot: Snapshot,
         staging: storage.Staging,
         client_state: Mapping[str, Any],
         exclude_frozen: bool,
@@ -243,11 +248,18 @@ class Exporter:
         if live.groups[0].shard_rank == 0:
             model_state = self._model_state(live, client_state, exclude_frozen)
             objects[f"mp_rank_{place.mp_rank:02d}_model_states.pt"] = model_state
+            if place.tp_rank == 0 and (whole := self._exact(snapshot, plan)):
+                objects[exact_file(place.stage)] = whole
             if (place.stage, place.tp_rank) == (0, 0):
                 objects["zero/optimizer_state.pt"] = live.common_optimizer_state()
         return [
             storage.write_object(staging.path(name), value, root=staging.directory) for name, value in objects.items()
         ]
+
+    def _exact(self, snapshot: Snapshot, plan: Plan) -> dict[str, torch.Tensor]:
+        """What fp32 cannot hold and every tensor-parallel rank holds whole, beside its rounded copy in zero/."""
+        whole = {subject.name for subject in plan.subjects if not subject.owned and subject.layout.replicated}
+        return {name: value.cpu().clone() for name, value in snapshot.inexact.items() if name in whole}
 
     def _model_state(self, live: LiveState, client_state: Mapping[str, Any], exclude_frozen: bool) -> dict[str, Any]:
         """The mp_rank file, with a universal_checkpoint_info even if the client gave none: stock tools ask for one."""

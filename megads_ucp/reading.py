@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,11 @@ from megads_ucp.plan import cut_box
 
 SPAN_BYTES = 4 << 20
 """Bytes read at a time: enough to keep a disk busy, few enough to be still in the cache when columns are picked."""
+
+
+def exact_file(stage: int) -> str:
+    """Name of the file, ours alone, with the buffers of a stage that fp32 cannot hold: ``{name: tensor}``."""
+    return f"exact_values_{stage:02d}.pt"
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,18 @@ class Checkpoint:
         self._check_object("zero/optimizer_state.pt")
         state: dict[str, Any] = storage.read_object(self._zero / "optimizer_state.pt")
         return state
+
+    def exact_values(self) -> dict[str, torch.Tensor]:
+        """What fp32 could not hold of buffers and frozen parameters, of all stages, by name.
+
+        Raises:
+            StorageError: a file of them is missing, damaged or of another export.
+        """
+        values: dict[str, torch.Tensor] = {}
+        for name in fnmatch.filter(self._entries, "exact_values_*.pt"):
+            self._check_object(name)
+            values.update(storage.read_object(self.directory / name))
+        return values
 
     def check_model_states(self, rank: int, world: int) -> None:
         """Check this rank's part of the mp_rank files, which DeepSpeed reads itself, by their number and place.

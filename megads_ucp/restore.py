@@ -72,6 +72,8 @@ class _Prepared:
     steps: list[Any] = field(default_factory=list)
     hyperparameters: list[dict[str, Any]] = field(default_factory=list)
     """Of each group, empty where the checkpoint has none for it."""
+    exact: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Values of buffers that fp32 cannot hold, by name."""
     aside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Live tensors that are not contiguous, each with the memory that its values are read into."""
     kept: list[str] = field(default_factory=list)
@@ -153,6 +155,10 @@ class Restorer:
                 read.run(prepared.request.verify)
             for value, flat in prepared.aside:
                 value.copy_(flat.view(value.shape))
+            unowned = self._live.unowned()
+            for name, exact in prepared.exact.items():
+                if name in unowned and unowned[name].shape == exact.shape:
+                    unowned[name].copy_(exact)
         # Each rank knows of its own fragments only.
         kept = sorted({name for theirs in channel.gather(prepared.kept) or [] for name in theirs})
         if kept:
@@ -192,6 +198,7 @@ class Restorer:
                 prepared.steps.append(step)
                 prepared.reads.update(self._reads(group, layouts, prepared))
             prepared.unowned.extend(self._unowned_reads(layouts, prepared))
+            prepared.exact.update(checkpoint.exact_values())
         prepared.together = self._plan_together(survey, checkpoint, request)
         return prepared
 

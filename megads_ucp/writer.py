@@ -31,16 +31,8 @@ class Snapshot:
         unowned = live.unowned() if live.groups[0].shard_rank == 0 else {}
         # Flat views, which cost nothing: a frozen model is large, and is asked for a bucket at a time.
         self._unowned = {name: value.detach().reshape(-1) for name, value in unowned.items()}
-
-    def rounded(self) -> list[str]:
-        """Names of this rank's buffers and frozen parameters with values that fp32, and so the format, cannot hold."""
-        exact = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16)
-        return [
-            name
-            for name, value in self._unowned.items()
-            if value.dtype not in exact
-            and (value.is_complex() or not torch.equal(value.float().to(value.dtype).nan_to_num(), value.nan_to_num()))
-        ]
+        self.inexact = {name: value.detach() for name, value in unowned.items() if not _fp32_holds(value)}
+        """Of buffers and frozen parameters, those with values that fp32, and so the format, cannot hold, by name."""
 
     def holding(self, transfer: Transfer, extent: Extent) -> torch.Tensor:
         """The values of one transfer's holding; see :meth:`values`."""
@@ -62,6 +54,12 @@ class Snapshot:
         if state.name not in states:
             raise PlanError(f"the optimizer has no state {state.name} for parameter {fragment.name} any more.")
         return states[state.name].narrow(0, fragment.partition_start, fragment.numel)
+
+
+def _fp32_holds(value: torch.Tensor) -> bool:
+    if value.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16):
+        return True
+    return not value.is_complex() and torch.equal(value.float().to(value.dtype).nan_to_num(), value.nan_to_num())
 
 
 def file_name(plan: Plan, extent: Extent) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -514,21 +514,38 @@ def test_groups_that_hold_frozen_parameters(kind: str, tmp_path: Path) -> None:
     assert_resumes(recipe, 2, tmp_path / "source", tmp_path / "again", losses, rel=0)
 
 
-def test_values_that_the_format_cannot_hold_are_named(tmp_path: Path) -> None:
-    """Buffers are kept in fp32, as by the stock converter: 2**24 + 1 is rounded, and small counters are not."""
+def test_buffers_that_fp32_cannot_hold_come_back_exactly(tmp_path: Path) -> None:
+    """In zero/ they are rounded, as the stock converter rounds them: 2**24 + 1 is, small counters are not."""
+    saved = {
+        "seen": torch.tensor([2**24 + 1]),
+        "counter": torch.tensor([7]),
+        "third": torch.tensor(1 / 3, dtype=torch.float64),
+        "phase": torch.tensor([1 + 2j, torch.inf]),
+    }
 
-    def body() -> list[str]:
+    def with_buffers(values: Mapping[str, torch.Tensor]) -> MLP:
+        model = MLP()
+        for name, value in values.items():
+            model.register_buffer(name, value)
+        return model
+
+    def exporting() -> list[str]:
         log = Log()
         megads_ucp.install(EXPORTING)
-        model = MLP()
-        model.register_buffer("seen", torch.tensor([2**24 + 1]))
-        model.register_buffer("counter", torch.tensor([7]))
-        save(Recipe("fp32", lambda: model).engine(), tmp_path)
+        save(Recipe("fp32", lambda: with_buffers(saved)).engine(), tmp_path)
         return log.messages
 
-    first, second = run_ranks(body, 2)
-    assert len(first) == 1 and second == []
-    assert "seen" in first[0] and "counter" not in first[0]
+    assert run_ranks(exporting, 2) == [[], []]
+    assert torch.load(tmp_path / UNIVERSAL / "zero" / "seen" / "fp32.pt")["param"] == 2**24
+    assert torch.load(tmp_path / UNIVERSAL / "exact_values_00.pt").keys() == {"seen", "third", "phase"}
+
+    def resuming() -> bool:
+        fresh = {name: torch.zeros_like(value) for name, value in saved.items()}
+        engine = Recipe("fp32", lambda: with_buffers(fresh)).resumed(tmp_path)
+        buffers = dict(engine.module.named_buffers())
+        return all(torch.equal(buffers[name], value) for name, value in saved.items())
+
+    assert run_ranks(resuming, 3) == [True] * 3
 
 
 def test_another_optimizer_than_the_one_that_saved_is_remarked_on(tmp_path: Path) -> None:
