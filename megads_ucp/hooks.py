@@ -29,7 +29,8 @@ from megads_ucp.errors import UnsupportedError
 from megads_ucp.export import LATEST, Exporter
 from megads_ucp.integrations.megatron_rng import grow_rng_states
 from megads_ucp.live import LiveGroup, LiveState
-from megads_ucp.restore import Restorer, batch_advice
+from megads_ucp.remarks import batch_advice
+from megads_ucp.restore import Restorer
 from megads_ucp.survey import Surveyor
 
 # Attachments hang off their engines: in a dictionary here they would keep alive all that refers back to the engine.

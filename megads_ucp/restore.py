@@ -33,6 +33,7 @@ from megads_ucp.layout.core import Layout, check_unscaled
 from megads_ucp.live import MASTER, NO_VALUES, STEP, LiveGroup, LiveState
 from megads_ucp.plan import Plan
 from megads_ucp.reading import Checkpoint, Read, fitting_layout, may_be_shard
+from megads_ucp.remarks import remarks
 from megads_ucp.survey import Survey, Surveyor
 from megads_ucp.together import ReadingTogether, on_several_hosts, plan_together, read_together
 
@@ -184,7 +185,7 @@ class Restorer:
             if request.optimizer_states:
                 prepared.hyperparameters.extend(_hyperparameters(live.groups, prepared.common, checkpoint))
         if channel.rank == 0 and request.optimizer_states:
-            for warning in _warnings(checkpoint, live):
+            for warning in remarks(checkpoint, live):
                 logger.warning("%s %s", directory, warning)
         survey = self._survey(checkpoint)
         layouts = survey.layouts[live.coordinates.stage]
@@ -285,39 +286,6 @@ def _orders_taken_for_granted(layouts: Iterable[Layout]) -> Iterator[str]:
             f"does not say in which order {of_attention[0].name} and its like keep queries, keys and values; this "
             f"code's is assumed ({order.order}).{harm} An export of the run that saved it would know."
         )
-
-
-def _warnings(checkpoint: Checkpoint, live: LiveState) -> Iterator[str]:
-    """What is allowed, but should not go unnoticed."""
-    if checkpoint.manifest is None:
-        if len(live.groups) > 1:
-            yield f"does not say which parameters were in which group: its {len(live.groups)} go by position."
-        return
-    run, facts = checkpoint.manifest["run"], live.facts()
-    optimizers = run["base_optimizer"], facts["base_optimizer"]
-    if optimizers[0] != optimizers[1] and not all("Adam" in name for name in optimizers):
-        yield (
-            f"holds the optimizer states of {optimizers[0]}, this run has {optimizers[1]}. If they do not keep the "
-            "same states, load with load_optimizer_states=False."
-        )
-    saved = run.get("train_batch_size")
-    if saved not in (None, facts["train_batch_size"]):
-        yield (
-            f"was trained with a global batch of {saved}, this run has one of {facts['train_batch_size']}. "
-            + batch_advice(saved, facts["data_parallel"], facts["micro_batch_size"])
-        )
-
-
-def batch_advice(batch: int, degree: int, micro_batch: int) -> str:
-    """How a global batch is kept at a data-parallel degree: the accumulation steps that fit, with what micro batch."""
-    if batch % degree:
-        near = [other for other in range(1, batch + 1) if batch % other == 0 and degree / 2 <= other <= degree * 2]
-        return f"{batch} samples do not divide over DP {degree}; degrees near it that fit: {near or 'none'}."
-    if batch % (degree * micro_batch) == 0:
-        return f"To keep {batch}, set gradient_accumulation_steps to {batch // degree // micro_batch}."
-    each = batch // degree
-    fitting = [f"{micro} x {each // micro}" for micro in range(1, each + 1) if each % micro == 0]
-    return f"To keep {batch} at DP {degree}, micro batch x gradient_accumulation_steps must be one of {fitting}."
 
 
 def _hyperparameters(

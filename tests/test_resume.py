@@ -23,7 +23,7 @@ from torch import nn
 
 import megads_ucp
 from megads_ucp.errors import UniversalCheckpointError
-from megads_ucp.restore import batch_advice
+from megads_ucp.remarks import batch_advice
 from tests import stock
 from tests.models import KINDS, MLP, draw_weights, train
 from tests.ranks import RankError, run_ranks
