@@ -83,7 +83,8 @@ class Checkpoint:
         """The manifest's names of states, by folder."""
         found: dict[str, list[str]] = {}
         for path in sorted(self._entries):
-            found.setdefault(str(Path(path).parent), []).append(Path(path).stem)
+            folder, _, name = path.rpartition("/")
+            found.setdefault(folder, []).append(name.removesuffix(".pt"))
         return found
 
     def has(self, parameter: str) -> bool:

@@ -15,6 +15,7 @@ from megads_ucp.layout.attention import AttentionOrder
 
 Kind = Literal["replicated", "averaged", "split", "affine"]
 Style = Literal["plain", "n_sub_params", "sub_param_shape"]
+_KINDS, _STYLES = get_args(Kind), get_args(Style)
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class Rule:
             object.__setattr__(self, name, _tuples(getattr(self, name)))
         if self.shard_widths is not None and self.sub_sizes is None:
             object.__setattr__(self, "sub_sizes", tuple(sum(widths) for widths in self.shard_widths))
-        if self.kind not in get_args(Kind):
-            raise self._contradiction(f"kind must be one of {get_args(Kind)}")
-        if self.style not in get_args(Style):
-            raise self._contradiction(f"style must be one of {get_args(Style)}")
+        if self.kind not in _KINDS:
+            raise self._contradiction(f"kind must be one of {_KINDS}")
+        if self.style not in _STYLES:
+            raise self._contradiction(f"style must be one of {_STYLES}")
         if (self.affine is not None) != (self.kind == "affine"):
             raise self._contradiction("kind 'affine' and an affine map go together")
         if self.vocabulary_size is not None and self.vocabulary_size < 1:
