@@ -22,6 +22,7 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import (
     bwc_pipeline_parallel_world_size,
@@ -33,6 +34,7 @@ from megads_ucp.live import NO_VALUES, Coordinates, LiveGroup, LiveState
 from megads_ucp.partition import FlatGroup, Member
 
 ATTRIBUTES_USED: dict[type, tuple[str, ...]] = {
+    PipelineModule: ("get_tied_weights_and_groups",),
     DeepSpeedEngine: (
         *("save_checkpoint", "load_checkpoint", "load_universal_checkpoint", "checkpoint_mp_rank", "global_steps"),
         *("optimizer", "module", "mpu", "_config", "has_moe_layers", "fp16_enabled", "use_node_local_storage"),
@@ -147,6 +149,7 @@ def live_state(engine: DeepSpeedEngine) -> LiveState:
         unowned=functools.partial(_unowned, engine.module, {m.name for g in groups for m in g.flat.members}),
         parameters=dict(engine.module.named_parameters(remove_duplicate=False)),
         module=engine.module,
+        tied=_tied(engine.module),
         common_optimizer_state=functools.partial(_common_optimizer_state, optimizer),
         model_state=functools.partial(_model_state, weakref.ref(engine)),
         half_precision=engine.fp16_enabled(),
@@ -181,6 +184,18 @@ def _whole_states(optimizer: Any, index: int) -> frozenset[str]:
     it keeps there whole (_muon_momentum_buffer); with CPU offload, it gathers them from partitions instead."""
     muon = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.optimizer.param_groups[index].get("use_muon")
     return frozenset({"momentum_buffer"} if muon and not optimizer.cpu_offload else ())
+
+
+def _tied(module: torch.nn.Module) -> frozenset[str]:
+    """Names of the parameters that a ``TiedLayerSpec`` names in ``tied_weight_attr``.
+
+    Of these alone, and not of all that a tied module holds, stages start with equal values and add up their gradients
+    (``_synchronize_tied_weights`` in deepspeed/runtime/pipe/module.py, ``_exec_reduce_tied_grads`` in engine.py).
+    """
+    if not isinstance(module, PipelineModule):
+        return frozenset()
+    weights = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)
 
 
 def _unowned(module: torch.nn.Module, owned: set[str]) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the copies that tensor-parallel ranks hold of the same elements still agree.
+"""Whether the copies that several ranks hold of the same elements still agree.
 
 Only checksums travel, one 64-bit number per copy of a block, in one reduction over all ranks. Data travels where they
 differ, to find by how much.
@@ -22,7 +22,7 @@ from megads_ucp.exchange import Channel, Exchange
 from megads_ucp.layout.boxes import Ints
 from megads_ucp.layout.core import Box, index_of
 from megads_ucp.plan import Holding, Plan, StateSpec, Subject, Transfer
-from megads_ucp.plan.copies import BLOCK, Lot, holder_of, inspection, lots_of, shares_of
+from megads_ucp.plan.copies import BLOCK, Lot, Place, holder_of, inspection, lots_of, shares_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,8 +39,10 @@ class Drift:
 
     Attributes:
         parameter, state: of what.
+        elsewhere: whether these copies are on later pipeline stages than the first one, which exports the parameter.
         tp_ranks: whose copies differ.
-        reference: the TP rank whose copy they were compared to.
+        reference: the TP rank whose copy, on the first stage, they were compared to: for copies on later stages, that
+            of the largest difference.
         count: elements that differ, over all these copies.
         largest: the largest difference; NaN if one of two elements is NaN.
         index: where in the full tensor that is.
@@ -50,6 +52,7 @@ class Drift:
 
     parameter: str
     state: str
+    elsewhere: bool
     tp_ranks: Ints
     reference: int
     count: int
@@ -61,10 +64,18 @@ class Drift:
     def __str__(self) -> str:
         (one, other), (here, there) = self.ranks, self.values
         return (
-            f"parameter {self.parameter}, state {self.state}: {_named(self.tp_ranks)} from that of "
-            f"rank {self.reference} in {self.count} element{'s' if self.count > 1 else ''}, by up to "
-            f"{self.largest:.3g}, at {list(self.index)}: {here:.9g} on rank {one}, {there:.9g} on rank {other}"
+            f"parameter {self.parameter}, state {self.state}: {self._who()} in {self.count} "
+            f"element{'s' if self.count > 1 else ''}, by up to {self.largest:.3g}, at {list(self.index)}: "
+            f"{here:.9g} on rank {one}, {there:.9g} on rank {other}"
         )
+
+    def _who(self) -> str:
+        many = len(self.tp_ranks) > 1
+        whose = f"tensor-parallel rank{'s' if many else ''} {', '.join(map(str, self.tp_ranks))}"
+        reference = f"that of rank {self.reference}"
+        if self.elsewhere:
+            whose, reference = f"{whose} on later pipeline stages", "the first stage's"
+        return f"the {'copies' if many else 'copy'} of {whose} {'differ' if many else 'differs'} from {reference}"
 
 
 class Comparison:
@@ -97,7 +108,7 @@ class Comparison:
         with channel.agreed("comparing the copies of parameters"):
             sums = self.checksums(values)
         told = channel.sum_int64(sums).tolist()
-        suspects = [lot for lot in self._lots if len(set(told[lot.slot : lot.slot + len(lot.tp_ranks)])) > 1]
+        suspects = [lot for lot in self._lots if len(set(told[lot.slot : lot.slot + len(lot.places)])) > 1]
         if not suspects:
             return ()
         judge = _Judge(inspection(self._subjects, suspects, bucket_bytes), suspects)
@@ -112,7 +123,7 @@ class Comparison:
     def checksums(self, values: Values) -> torch.Tensor:
         """This rank's part of every checksum, int64."""
         last = self._lots[-1]
-        sums = torch.zeros(last.slot + len(last.tp_ranks), dtype=torch.int64)
+        sums = torch.zeros(last.slot + len(last.places), dtype=torch.int64)
         weights = _weights()
         for share in self._shares:
             held = values(share.holding, share.state)
@@ -157,12 +168,12 @@ class _Judge:
             if transfer.turn == 0:
                 first.copy_(copy)
             else:
-                self._compare(lot, lot.tp_ranks[transfer.turn], box, first, copy)
+                self._compare(lot, lot.places[transfer.turn], box, first, copy)
 
     def arrived(self, extent: int) -> None:
         self._first.pop(extent, None)
 
-    def _compare(self, lot: Lot, tp_rank: int, box: Box, first: torch.Tensor, copy: torch.Tensor) -> None:
+    def _compare(self, lot: Lot, place: Place, box: Box, first: torch.Tensor, copy: torch.Tensor) -> None:
         differing = (first != copy) & ~(first.isnan() & copy.isnan())
         if not differing.any():
             return
@@ -174,20 +185,21 @@ class _Judge:
         drift = Drift(
             parameter=subject.name,
             state=lot.state.name,
-            tp_ranks=(tp_rank,),
-            reference=lot.tp_ranks[0],
+            elsewhere=place.stage > 0,
+            tp_ranks=(place.tp_rank,),
+            reference=lot.places[0].tp_rank,
             count=int(differing.sum()),
             largest=float(distance[worst]),
             index=index_of(element, subject.layout.shape),
-            ranks=(holder_of(subject, lot.tp_ranks[0], element), holder_of(subject, tp_rank, element)),
+            ranks=(holder_of(subject, lot.places[0], element), holder_of(subject, place, element)),
             values=(float(first[inner]), float(copy[inner])),
         )
         self.found.append(drift)
 
 
 def _merged(found: Iterable[Drift]) -> tuple[Drift, ...]:
-    """One per parameter, state and reference, which says where the difference is largest."""
-    key = lambda drift: (drift.parameter, drift.state, drift.reference)  # noqa: E731
+    """One per parameter, state and reference (one for all later stages), which says where the difference is largest."""
+    key = lambda d: (d.elsewhere, d.parameter, d.state, -1 if d.elsewhere else d.reference)  # noqa: E731
     merged = []
     for _, group in groupby(sorted(found, key=key), key=key):
         drifts = list(group)
@@ -202,9 +214,3 @@ def told(drifts: Sequence[Drift]) -> str:
     listed = "; ".join(map(str, drifts[:_MOST_TOLD]))
     rest = f"; and {len(drifts) - _MOST_TOLD} more states of parameters" if len(drifts) > _MOST_TOLD else ""
     return f"copies have drifted apart: {listed}{rest}"
-
-
-def _named(tp_ranks: Ints) -> str:
-    if len(tp_ranks) == 1:
-        return f"the copy of tensor-parallel rank {tp_ranks[0]} differs"
-    return f"the copies of tensor-parallel ranks {', '.join(map(str, tp_ranks))} differ"

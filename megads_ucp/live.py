@@ -110,6 +110,7 @@ class LiveState:
         unowned: frozen parameters and persistent buffers, which no optimizer owns, by state-dict name.
         parameters: the module's parameters by the names DeepSpeed knows them by, aliases of tied ones included.
         module: the model.
+        tied: names of the parameters of which other pipeline stages have copies that are kept equal.
         common_optimizer_state: returns what zero/optimizer_state.pt holds.
         model_state: returns what this rank's mp_rank file holds without ``module``, given the client state and whether
             frozen parameters are excluded.
@@ -122,6 +123,7 @@ class LiveState:
     unowned: Callable[[], dict[str, torch.Tensor]]
     parameters: Mapping[str, torch.nn.Parameter]
     module: torch.nn.Module
+    tied: frozenset[str]
     common_optimizer_state: Callable[[], dict[str, Any]]
     model_state: Callable[[Mapping[str, Any], bool], dict[str, Any]]
     half_precision: bool

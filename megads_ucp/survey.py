@@ -54,6 +54,7 @@ class RankDescription:
         claims: what the layers say about their parameters' layouts, by source.
         info: the client's ``universal_checkpoint_info``, if there is one.
         vocabulary: names whose rows, the layers say, are a vocabulary that may be padded.
+        tied: names of the parameters of which other stages have copies that are kept equal.
         warnings: what the layers could not say, and why. In the words of foreign exceptions, which may hold anything
             (an address, say), and so without weight when two descriptions are compared.
     """
@@ -65,6 +66,7 @@ class RankDescription:
     claims: tuple[Claim, ...]
     info: Mapping[str, Any] | None
     vocabulary: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
     warnings: tuple[str, ...] = field(default=(), repr=False)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -94,7 +96,11 @@ class Survey:
     warnings: tuple[str, ...]
 
     def subjects(self) -> tuple[Subject, ...]:
-        """Every parameter that is exported, in an order all ranks share; of tied stages, the first one's."""
+        """Every parameter that is exported, in an order all ranks share; of tied stages, the first one's.
+
+        The other stages' copies are ``elsewhere`` where DeepSpeed ties them. What else a tied module holds, each stage
+        trains on its own or not at all.
+        """
         found: dict[str, tuple[int, Subject]] = {}
         for stage, layouts in zip(self._stages(), self.layouts, strict=True):
             peers = [d for d in self.descriptions if d.coordinates.stage == stage]
@@ -106,6 +112,8 @@ class Survey:
                         f"shards of shapes {list(shapes)} and {list(subject.layout.shard_shapes)}, or trained on one "
                         "of them only. Give different parameters different names, and freeze both of a tie or neither."
                     )
+                if stage != first and name in peers[0].tied:
+                    found[name] = first, replace(tied, elsewhere=(*tied.elsewhere, subject.holdings))
         return tuple(subject for _, subject in found.values())
 
     def _stages(self) -> list[int]:
@@ -157,7 +165,15 @@ def describe(
     unowned = tuple((name, tuple(value.shape)) for name, value in live.unowned().items() if name not in exclude)
     buffers = tuple(name for name, _ in unowned if name not in live.parameters)
     return RankDescription(
-        live.coordinates, groups, unowned, buffers, words.claims, info, words.vocabulary, words.warnings
+        live.coordinates,
+        groups,
+        unowned,
+        buffers,
+        words.claims,
+        info,
+        words.vocabulary,
+        tuple(sorted(live.tied)),
+        words.warnings,
     )
 
 

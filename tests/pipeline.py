@@ -40,7 +40,10 @@ MICRO_BATCHES = 3  # of GLOBAL_BATCH samples in all: divides over DP 1, 2 and 4
 
 @dataclass(frozen=True)
 class Grid:
-    """Degrees of parallelism; ranks are numbered along ``axes``, the last one fastest."""
+    """Degrees of parallelism; ranks are numbered along ``axes``, the last one fastest.
+
+    megatron-core numbers tensor-parallel ranks first: above TP 1, "model" must be the last axis.
+    """
 
     pp: int
     tp: int
@@ -51,14 +54,18 @@ class Grid:
     def world(self) -> int:
         return self.pp * self.tp * self.dp
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        return {"pipe": self.pp, "data": self.dp, "model": self.tp}
+
     def topology(self) -> ProcessTopology:
-        degrees = {"pipe": self.pp, "data": self.dp, "model": self.tp}
         if self.axes == ("pipe", "data", "model"):
             return PipeModelDataParallelTopology(self.pp, self.tp, self.dp)
-        return ProcessTopology(axes=list(self.axes), dims=[degrees[axis] for axis in self.axes])
+        return ProcessTopology(axes=list(self.axes), dims=[self.degrees[axis] for axis in self.axes])
 
     def __str__(self) -> str:
-        return f"PP{self.pp}TP{self.tp}DP{self.dp}"
+        short = {"pipe": "PP", "data": "DP", "model": "TP"}
+        return "".join(f"{short[axis]}{self.degrees[axis]}" for axis in self.axes)
 
 
 class Embedding(nn.Module):

@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_copies_however_they_are_cut_have_one_checksum_and_one_flipped_bit_is_se
     def told() -> list[list[int]]:
         parts = [comparison.checksums(values_in(shards)) for comparison in comparisons]
         sums = torch.stack(parts).sum(0).tolist()
-        return [sums[lot.slot : lot.slot + len(lot.tp_ranks)] for lot in lots]
+        return [sums[lot.slot : lot.slot + len(lot.places)] for lot in lots]
 
     if not lots:
         return
@@ -165,6 +166,38 @@ def test_all_ranks_are_told_the_largest_of_all_differences_and_who_holds_it() ->
         # 17 elements on 2 ranks are 9 and 8 (with padding: 10): the second of each tensor-parallel rank's has them.
         assert drift.ranks == (2, 3)
         assert "the copy of tensor-parallel rank 1 differs from that of rank 0" in str(drift)
+
+
+def test_stages_are_compared_however_each_is_cut_and_told_apart_from_ranks_of_one() -> None:
+    cut = build_layout("words", Rule("split", "test", dim=0), [(9,)] * 2)
+    layouts = (replicated("norm", 5, 2), cut)
+    first = Job(layouts, (), ADAM[:1], tp_degree=2, degree=1).subjects()
+    later = Job((*layouts, replicated("head", 8, 2)), (), ADAM[:1], tp_degree=2, degree=2).subjects()
+    subjects = tuple(
+        replace(one, elsewhere=(tuple(replace(holding, rank=2 + holding.rank) for holding in other.holdings),))
+        for one, other in zip(first, later, strict=False)
+    )
+
+    def body() -> list[tuple[Drift, ...]]:
+        channel, shards = Channel(1.0), shards_of(Job(layouts, (), ADAM[:1], tp_degree=2, degree=1))
+        told = [compared(subjects, shards)]
+        if channel.rank >= 2:
+            shards["words", "fp32"][0][4], shards["words", "fp32"][1][8] = 5.0, 100.0
+        told.append(compared(subjects, shards))
+        shards["norm", "fp32"][1][2] += 1.0  # on both stages
+        return [*told, compared(subjects, shards)]
+
+    for agreeing, words, both in run_ranks(body, 6):
+        assert agreeing == ()
+        (drift,) = words
+        assert (drift.parameter, drift.elsewhere, drift.tp_ranks, drift.count) == ("words", True, (0, 1), 2)
+        assert drift.index == (17,) and drift.ranks == (1, 5) and drift.values[1] == 100.0
+        assert "ranks 0, 1 on later pipeline stages differ from the first stage's" in str(drift)
+        assert [(d.parameter, d.elsewhere, d.tp_ranks, d.ranks[0]) for d in both] == [
+            ("norm", False, (1,), 0),
+            ("norm", True, (1,), 0),
+            ("words", True, (0, 1), 1),
+        ]
 
 
 def test_bits_that_mean_the_same_are_no_drift_and_a_nan_beside_a_number_is() -> None:

@@ -49,6 +49,7 @@ def description(
     buffers: tuple[str, ...] = (),
     rules: dict[str, Rule] | None = None,
     info: dict[str, Any] | None = None,
+    tied: tuple[str, ...] = (),
 ) -> RankDescription:
     """Ranks are numbered as Megatron does: tensor-parallel first, then data-parallel, then stages."""
     ranks = tuple(stage * tp_degree * degree + shard * tp_degree + tp_rank for shard in range(degree))
@@ -59,6 +60,7 @@ def description(
         buffers=buffers,
         claims=(Claim("layers", Trust.LAYERS, RULES if rules is None else rules),),
         info=info,
+        tied=tied,
         warnings=(),
     )
 
@@ -155,20 +157,29 @@ def test_a_parameter_without_elements_anywhere_is_one_empty_file():
     ]
 
 
-def test_of_a_tied_parameter_the_first_stage_is_exported():
-    tied = {"tied": (4, 6)}
-    rules = {**RULES, "tied": Rule("split", "layers", dim=0), "head": Rule("replicated", "layers")}
+def test_of_a_tied_parameter_the_first_stage_is_exported_and_the_others_hold_copies():
+    module = {"tied": (4, 6), "spare": (3,)}
+    split, replicated = Rule("split", "layers", dim=0), Rule("replicated", "layers")
+    options = {
+        "stages": 3,
+        "rules": {**RULES, "tied": split, "spare": replicated, "head": replicated},
+        "tied": ("tied",),
+    }
     survey = build_survey(
         (
-            *of_all_tp_ranks(stage=0, stages=2, groups=({**tied, **SHAPES},), rules=rules),
-            *of_all_tp_ranks(stage=1, stages=2, groups=({"head": (5,), **tied},), rules=rules),
+            *of_all_tp_ranks(stage=0, groups=({**module, **SHAPES},), **options),
+            *of_all_tp_ranks(stage=1, groups=(module,), **options),
+            *of_all_tp_ranks(stage=2, groups=({"head": (5,), **module},), **options),
         )
     )
     subjects = {subject.name: subject for subject in survey.subjects()}
 
-    assert list(subjects) == ["tied", "column", "norm", "head"]
+    assert list(subjects) == ["tied", "spare", "column", "norm", "head"]
     assert {holding.rank for holding in subjects["tied"].holdings} <= {0, 1, 2, 3}
-    assert {holding.rank for holding in subjects["head"].holdings} <= {4, 5, 6, 7}
+    assert {holding.rank for holding in subjects["head"].holdings} <= {8, 9, 10, 11}
+    middle, last = subjects["tied"].elsewhere
+    assert {holding.rank for holding in middle} <= {4, 5, 6, 7} and {holding.rank for holding in last} <= {8, 9, 10, 11}
+    assert [name for name, subject in subjects.items() if subject.elsewhere] == ["tied"]
 
 
 def test_different_parameters_of_one_name_on_two_stages_are_an_error():

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elements that several tensor-parallel ranks hold a copy of: their checksums, and how the copies get to one rank.
+"""Elements that several ranks hold a copy of: their checksums, and how the copies get to one rank.
+
+Those of other tensor-parallel ranks, and of other stages of a pipeline that have the parameter too.
 
 Nobody's cuts are anybody else's: where tensor parallelism is uneven, the same element lies in another fragment, on
 another data-parallel rank, in each copy. So a checksum here is a *sum* over elements, each weighted by its place in the
@@ -12,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 from megads_ucp.layout.boxes import Ints
 from megads_ucp.layout.core import Box, clip
@@ -22,19 +25,31 @@ BLOCK = 1 << 16
 """Elements of the full tensor that share a checksum. The weights of one block (512 KiB) stay in a core's cache."""
 
 
+class Place(NamedTuple):
+    """Whose copy: ``stage`` counts the pipeline stages that have the parameter; 0 is the one that exports it."""
+
+    stage: int
+    tp_rank: int
+
+
 @dataclass(frozen=True, slots=True)
 class Lot:
-    """The elements in [start, stop) of one state of ``subjects[subject]`` that the same TP ranks have copies of.
+    """The elements in [start, stop) of one state of ``subjects[subject]`` that the same places have copies of.
 
-    ``tp_ranks``, two or more, hold them all; the checksum of number ``i`` of them is number ``slot + i`` of all.
+    ``places``, two or more, hold them all; the checksum of number ``i`` of them is number ``slot + i`` of all.
     """
 
     subject: int
     state: StateSpec
     start: int
     stop: int
-    tp_ranks: Ints
+    places: tuple[Place, ...]
     slot: int
+
+    @property
+    def tp_ranks(self) -> Ints:
+        """Those that hold the elements on each of the stages."""
+        return tuple(place.tp_rank for place in self.places if place.stage == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +73,30 @@ def lots_of(subjects: Sequence[Subject]) -> tuple[Lot, ...]:
     for index, subject in enumerate(subjects):
         if not subject.owned or subject.layout.averaged:
             continue
+        stages = range(1 + len(subject.elsewhere))
         for block, tp_ranks in _shared_blocks(subject):
+            places = tuple(Place(stage, tp_rank) for stage in stages for tp_rank in tp_ranks)
             start, stop = block * BLOCK, min((block + 1) * BLOCK, subject.layout.numel)
             for state in subject.states:
-                lots.append(Lot(index, state, start, stop, tp_ranks, slot))
-                slot += len(tp_ranks)
+                lots.append(Lot(index, state, start, stop, places, slot))
+                slot += len(places)
     return tuple(lots)
 
 
 def _shared_blocks(subject: Subject) -> list[tuple[int, Ints]]:
-    """(block, TP ranks) wherever these have elements of that block in common. A strided box may reach over blocks in
-    which it has nothing: their checksums are all zero."""
+    """(block, TP ranks) wherever these, on one stage or on several, have copies of elements of that block. A strided
+    box may reach over blocks in which it has nothing: their checksums are all zero."""
     layout = subject.layout
     found: set[tuple[int, Ints]] = set()
     for tp_rank, shape in enumerate(layout.shard_shapes):
         for box in layout.runs(tp_rank, 0, prod(shape)):
-            if box.holders[0] == tp_rank and len(box.holders) > 1:
+            if box.holders[0] == tp_rank and _has_copies(subject, box):
                 found.update((block, box.holders) for block in _blocks(box))
     return sorted(found)
+
+
+def _has_copies(subject: Subject, box: Box) -> bool:
+    return len(box.holders) > 1 or bool(subject.elsewhere)
 
 
 def _blocks(box: Box) -> range:
@@ -90,19 +111,26 @@ def shares_of(subjects: Sequence[Subject], lots: Sequence[Lot], rank: int) -> li
         at[lot.subject, lot.start // BLOCK, lot.tp_ranks].append(lot)
     shares = []
     for index in dict.fromkeys(lot.subject for lot in lots):
-        for holding in subjects[index].holdings:
+        for place, holding in _everywhere(subjects[index]):
             if holding.rank != rank:
                 continue
             found: dict[tuple[int, Ints], list[Box]] = defaultdict(list)
             for box in _boxes(subjects[index], holding):
-                for block in _blocks(box) if len(box.holders) > 1 else ():
+                for block in _blocks(box) if _has_copies(subjects[index], box) else ():
                     if inside := clip(box, block * BLOCK, (block + 1) * BLOCK):
                         found[block, box.holders] += inside
             for (block, holders), boxes in found.items():
                 for lot in at[index, block, holders]:
-                    slot = lot.slot + holders.index(holding.tp_rank)
+                    slot = lot.slot + lot.places.index(place)
                     shares.append(Share(slot, holding, lot.state, lot.start, tuple(boxes)))
     return shares
+
+
+def _everywhere(subject: Subject) -> Iterator[tuple[Place, Holding]]:
+    """Every holding, on other stages too, with the place whose copy it is a part of."""
+    for stage, holdings in enumerate((subject.holdings, *subject.elsewhere)):
+        for holding in holdings:
+            yield Place(stage, holding.tp_rank), holding
 
 
 def _boxes(subject: Subject, holding: Holding) -> tuple[Box, ...]:
@@ -110,8 +138,7 @@ def _boxes(subject: Subject, holding: Holding) -> tuple[Box, ...]:
 
 
 def inspection(subjects: Sequence[Subject], lots: Sequence[Lot], bucket_bytes: int) -> Plan:
-    """A plan that brings all copies of each lot to one of the ranks that hold it: that of number ``i`` of its TP ranks
-    in turn ``i``.
+    """A plan that brings all copies of each lot to one of the ranks that hold it, that of place ``i`` in turn ``i``.
 
     Its extents are the lots, in their order; nothing is to be written, so values stay in their live dtype.
     """
@@ -127,19 +154,18 @@ def inspection(subjects: Sequence[Subject], lots: Sequence[Lot], bucket_bytes: i
 
 
 def _parts(subject: Subject, lot: Lot) -> Iterator[tuple[int, Holding, list[Box]]]:
-    """(number of the TP rank, a holding of it, its boxes in the lot) of all that have any, by that number."""
-    for turn, tp_rank in enumerate(lot.tp_ranks):
-        for holding in subject.holdings:
-            if holding.tp_rank == tp_rank:
+    """(number of the place, a holding of it, its boxes in the lot) of all that have any, by that number."""
+    for turn, place in enumerate(lot.places):
+        for its_place, holding in _everywhere(subject):
+            if its_place == place:
                 boxes = [box for box in _boxes(subject, holding) if box.holders == lot.tp_ranks]
                 if inside := [part for box in boxes for part in clip(box, lot.start, lot.stop)]:
                     yield turn, holding, inside
 
 
-def holder_of(subject: Subject, tp_rank: int, element: int) -> int:
-    """The global rank that has the TP rank's copy of one element of the full tensor."""
-    for holding in subject.holdings:
-        there = holding.tp_rank == tp_rank
-        if there and any(clip(box, element, element + 1) for box in _boxes(subject, holding)):
+def holder_of(subject: Subject, place: Place, element: int) -> int:
+    """The global rank that has the place's copy of one element of the full tensor."""
+    for its_place, holding in _everywhere(subject):
+        if its_place == place and any(clip(box, element, element + 1) for box in _boxes(subject, holding)):
             return holding.rank
-    raise AssertionError(f"tensor-parallel rank {tp_rank} has no copy of element {element} of {subject.name}")
+    raise AssertionError(f"{place} has no copy of element {element} of {subject.name}")
