@@ -40,6 +40,7 @@ class Drift:
     Attributes:
         parameter, state: of what.
         elsewhere: whether these copies are on later pipeline stages than the first one, which exports the parameter.
+        rounding: whether that may be no more than rounding, see :attr:`Subject.rounds_alike`. On other stages always.
         tp_ranks: whose copies differ.
         reference: the TP rank whose copy, on the first stage, they were compared to: for copies on later stages, that
             of the largest difference.
@@ -53,6 +54,7 @@ class Drift:
     parameter: str
     state: str
     elsewhere: bool
+    rounding: bool
     tp_ranks: Ints
     reference: int
     count: int
@@ -186,6 +188,7 @@ class _Judge:
             parameter=subject.name,
             state=lot.state.name,
             elsewhere=place.stage > 0,
+            rounding=place.stage > 0 or not subject.rounds_alike,
             tp_ranks=(place.tp_rank,),
             reference=lot.places[0].tp_rank,
             count=int(differing.sum()),

@@ -37,9 +37,10 @@ logger = logging.getLogger("megads_ucp")
 LATEST = "latest_universal"
 _MIB = 1 << 20
 
-_TIED = (
-    "DeepSpeed gives them equal gradients, but each stage adds these up over its own data-parallel ranks: the sums of "
-    "three or more round differently. The first stage's copy is exported, and a resume gives it to all."
+_ROUNDING = (
+    "That may be rounding: three or more data-parallel ranks add up a gradient in an order that goes by its place in "
+    "their buffers, and these copies have other places (uneven tensor parallelism) or buffers (pipeline stages). One "
+    "copy of each is exported, and a resume gives it to all."
 )
 _MEND = (
     "Look for a missing all-reduce of a gradient (sequence parallelism?), or declare the parameter in "
@@ -197,22 +198,22 @@ class Exporter:
     def _compare_copies(self, snapshot: Snapshot) -> None:
         """Find copies that have drifted apart, before anything is written.
 
-        Between pipeline stages that is a warning, whatever the configuration says: a sound run may do it.
+        Where sound runs do that, by rounding, it is a warning, whatever the configuration says.
 
         Raises:
-            DriftError: some of one stage have, and the configuration calls that an error; the same on every rank.
+            DriftError: others have, and the configuration calls that an error; the same on every rank.
         """
         assert self._comparison is not None
         channel = self._surveyor.channel
         drifts = self._comparison.run(channel, snapshot.values, self._config.bucket_mb * _MIB // 2)
-        stages = [drift for drift in drifts if drift.elsewhere]
-        if stages and channel.rank == 0:
-            logger.warning("tied %s. %s", told(stages), _TIED)
-        ranks = [drift for drift in drifts if not drift.elsewhere]
-        if ranks and self._config.on_drift == "error":
-            raise DriftError(f"{told(ranks)}. {_MEND} To export one copy as it is, set on_drift to warn.")
-        if ranks and channel.rank == 0:
-            logger.warning("%s. One copy of each is exported. %s", told(ranks), _MEND)
+        rounding = [drift for drift in drifts if drift.rounding]
+        if rounding and channel.rank == 0:
+            logger.warning("%s. %s", told(rounding), _ROUNDING)
+        wrong = [drift for drift in drifts if not drift.rounding]
+        if wrong and self._config.on_drift == "error":
+            raise DriftError(f"{told(wrong)}. {_MEND} To export one copy as it is, set on_drift to warn.")
+        if wrong and channel.rank == 0:
+            logger.warning("%s. One copy of each is exported. %s", told(wrong), _MEND)
 
     def _stage(self, staging: storage.Staging) -> None:
         channel = self._surveyor.channel

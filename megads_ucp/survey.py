@@ -322,7 +322,7 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
     DeepSpeed leaves a shard without elements out of a rank's groups (``filter_empty_parameters`` in
     deepspeed/runtime/utils.py), so what a parameter's states are is asked of those ranks that hold something of it.
     """
-    groups = [_group_of_each(peer) for peer in peers]
+    groups, alike = [_group_of_each(peer) for peer in peers], _round_alike(peers)
     for name in dict.fromkeys(name for theirs in groups for name in theirs):
         layout = layouts[name]
         trained = [(peer, theirs[name]) for peer, theirs in zip(peers, groups, strict=True) if name in theirs]
@@ -345,7 +345,7 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
             for peer, other in trained
             for shard_rank, fragment in peer.groups[other].flat.holders(name)
         )
-        yield name, Subject(layout, specs, holdings)
+        yield name, Subject(layout, specs, holdings, rounds_alike=alike)
     spec = (StateSpec(MASTER, torch.float32, torch.float32),)
     for name, _ in peers[0].unowned:
         if any(name in theirs for theirs in groups):
@@ -356,6 +356,16 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
             if (numel := _shard_numel(layouts[name], peer))
         )
         yield name, Subject(layouts[name], spec, whole, owned=False)
+
+
+def _round_alike(peers: list[RankDescription]) -> bool:
+    """Whether all of a stage's tensor-parallel ranks add up the gradients of their data-parallel ranks in one order.
+
+    Two numbers have one sum. Of more, a ring adds up each part of a buffer in another order, so the buffers must be
+    alike; where tensor parallelism is uneven, they are not.
+    """
+    flats = [[group.flat for group in peer.groups] for peer in peers]
+    return flats == flats[:1] * len(flats) or all(len(g.ranks) <= 2 for peer in peers for g in peer.groups)
 
 
 def _shard_numel(layout: Layout, peer: RankDescription) -> int:

@@ -190,6 +190,7 @@ def test_stages_are_compared_however_each_is_cut_and_told_apart_from_ranks_of_on
     for agreeing, words, both in run_ranks(body, 6):
         assert agreeing == ()
         (drift,) = words
+        assert drift.rounding and not both[0].rounding
         assert (drift.parameter, drift.elsewhere, drift.tp_ranks, drift.count) == ("words", True, (0, 1), 2)
         assert drift.index == (17,) and drift.ranks == (1, 5) and drift.values[1] == 100.0
         assert "ranks 0, 1 on later pipeline stages differ from the first stage's" in str(drift)
@@ -198,6 +199,18 @@ def test_stages_are_compared_however_each_is_cut_and_told_apart_from_ranks_of_on
             ("norm", True, (1,), 0),
             ("words", True, (0, 1), 1),
         ]
+
+
+def test_copies_whose_sums_round_differently_may_be_sound() -> None:
+    job = Job((replicated("norm", 5, 2),), (), ADAM[:1], tp_degree=2, degree=1)
+    subjects = tuple(replace(subject, rounds_alike=False) for subject in job.subjects())
+
+    def body() -> list[bool]:
+        shards = shards_of(job)
+        shards["norm", "fp32"][1][2] += 1.0
+        return [drift.rounding for drift in (*compared(job.subjects(), shards), *compared(subjects, shards))]
+
+    assert run_ranks(body, 2) == [[False, True]] * 2
 
 
 def test_bits_that_mean_the_same_are_no_drift_and_a_nan_beside_a_number_is() -> None:

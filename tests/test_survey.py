@@ -327,3 +327,20 @@ def test_a_failure_to_describe_reaches_all_ranks():
         return str(failure.value)
 
     assert run_ranks(body, 2) == ["describing the model failed. rank 1: norm: its layer says two things"] * 2
+
+
+@pytest.mark.parametrize(
+    ("degree", "widths", "alike"), [(4, (4, 4), True), (2, (4, 3), True), (3, (4, 3), False), (4, (4, 0), False)]
+)
+def test_where_sums_over_data_parallel_ranks_round_alike(degree, widths, alike):
+    """Two numbers have one sum; the order of more goes by their place in buffers, which uneven shards make differ."""
+    peers = tuple(
+        description(
+            tp_rank,
+            degree=degree,
+            groups=({**({"column": (width, 6)} if width else {}), "norm": (6,)},),
+            unowned={} if width else {"column": (0, 6)},
+        )
+        for tp_rank, width in enumerate(widths)
+    )
+    assert {subject.rounds_alike for subject in build_survey(peers).subjects()} == {alike}

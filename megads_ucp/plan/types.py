@@ -46,6 +46,9 @@ class Subject:
     owned: bool = True
     """Whether an optimizer owns it. Copies of what none owns (buffers) may differ; the first one is written, or
     their mean where the layout says so."""
+    rounds_alike: bool = True
+    """Whether its copies on tensor-parallel ranks come from sums that all have one rounding, so that they are equal to
+    the last bit as long as nothing is wrong."""
     elsewhere: tuple[tuple[Holding, ...], ...] = ()
     """Who holds a copy of it on each further pipeline stage that keeps one (a tied parameter), cut over TP ranks like
     the first: compared, never written."""
