@@ -176,6 +176,7 @@ def _live_group(optimizer: Any, books: Bookkeeping, index: int) -> LiveGroup:
         },
         set_hyperparameters=lambda values: optimizer.optimizer.param_groups[index].update(values),
         whole_states=_whole_states(optimizer, index),
+        own_step=lambda step: _own_step(optimizer.optimizer, index, masters[index].device, step),
     )
 
 
@@ -196,6 +197,17 @@ def _tied(module: torch.nn.Module) -> frozenset[str]:
         return frozenset()
     weights = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)
+
+
+def _own_step(optimizer: torch.optim.Optimizer, index: int, device: torch.device, step: Any) -> Any:
+    """torch's optimizers keep a float32 tensor, beside the parameter if a kernel is to read it there (_init_group in
+    torch/optim/adam.py), and refuse a number; DeepSpeed's DeepSpeedCPUAdam and FusedAdam keep a number."""
+    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
+    if not any(base.__module__.startswith("torch.optim.") for base in bases):
+        return step
+    group = optimizer.param_groups[index]
+    beside = group.get("fused") or group.get("capturable")
+    return torch.as_tensor(step, dtype=torch.float32, device=device if beside else "cpu").clone()
 
 
 def _unowned(module: torch.nn.Module, owned: set[str]) -> dict[str, torch.Tensor]:

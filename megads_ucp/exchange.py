@@ -13,7 +13,7 @@ import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ import torch.distributed as dist
 from megads_ucp.errors import UniversalCheckpointError
 from megads_ucp.layout.core import Box
 from megads_ucp.plan import Extent, Plan, Transfer
+
+HOST = torch.device("cpu")
+"""To be entered around all that uses a channel: what is made without a word about its device is to be in host memory,
+wherever the client's ``torch.set_default_device`` would have it, which torch's collectives of objects go by too."""
 
 _LONGEST_REASON = 2000
 
@@ -92,6 +96,10 @@ class Channel:
 
     def hang_up(self, reason: BaseException) -> str:
         """Close the connections, and find out which ranks have died: those that do not hang up as well."""
+        told = f"rank {self.rank}: {reason_of(reason)}"
+        with suppress(RuntimeError):  # of a store that has died, as the roll call will find
+            # While all connections are open: what others meet once they are closed is no reason, but follows from it.
+            self._store.compare_set(_FIRST, "", told)
         for pending in list(self._pending):
             pending.drop()
         traceback.clear_frames(reason.__traceback__)  # the frames of a failed collective hold the group, too
@@ -99,11 +107,10 @@ class Channel:
         if group is not None:
             dist.destroy_process_group(group)
         del group
-        return self._roll_call(reason)
+        return self._roll_call(told)
 
-    def _roll_call(self, reason: BaseException) -> str:
+    def _roll_call(self, told: str) -> str:
         try:
-            told = f"rank {self.rank}: {reason_of(reason)}"
             first = self._store.compare_set(_FIRST, "", told).decode()
             self._store.set(f"{_HUNG_UP}/{self.rank}", "")
             here, deadline = self._store.add(_HUNG_UP, 1), time.monotonic() + _ROLL_CALL_SECONDS

@@ -23,7 +23,8 @@ from megads_ucp import storage
 from megads_ucp.config import ExportConfig
 from megads_ucp.drift import Comparison, told
 from megads_ucp.errors import DriftError, UniversalCheckpointError, UnsupportedError
-from megads_ucp.exchange import Exchange
+from megads_ucp.exchange import HOST, Exchange
+from megads_ucp.layout.core import Layout
 from megads_ucp.layout.info import info_of
 from megads_ucp.live import STEP, LiveState
 from megads_ucp.manifest import file_records, group_facts, manifest, merged_groups, split_crc32
@@ -108,7 +109,8 @@ class Exporter:
         directory = save_dir / f"{tag}_universal"
         self.last_report = None
         try:
-            self.last_report = self._export(directory, save_dir, client_state, save_latest, exclude_frozen)
+            with HOST:
+                self.last_report = self._export(directory, save_dir, client_state, save_latest, exclude_frozen)
         except Exception as failure:
             if not isinstance(failure, UniversalCheckpointError):
                 self._surveyor.give_up(failure)  # unforeseen, so perhaps on this rank alone: nobody shall wait for it
@@ -187,7 +189,8 @@ class Exporter:
             snapshot = Snapshot(live)
             stage = live.coordinates.stage
             assert self._survey is not None
-            if cut := [name for name in snapshot.inexact if not self._survey.layouts[stage][name].replicated]:
+            layouts = self._survey.layouts[stage]  # without what is excluded
+            if cut := [name for name in snapshot.inexact if name in layouts and not _held_whole(layouts[name])]:
                 logger.warning(
                     "fp32, in which the universal format keeps frozen parameters, cannot hold all values of %s, and "
                     "tensor parallelism cuts them: keep them in client_state too.",
@@ -269,7 +272,7 @@ class Exporter:
 
     def _exact(self, snapshot: Snapshot, plan: Plan) -> dict[str, torch.Tensor]:
         """What fp32 cannot hold and every tensor-parallel rank holds whole, beside its rounded copy in zero/."""
-        whole = {subject.name for subject in plan.subjects if not subject.owned and subject.layout.replicated}
+        whole = {subject.name for subject in plan.subjects if not subject.owned and _held_whole(subject.layout)}
         return {name: value.cpu().clone() for name, value in snapshot.inexact.items() if name in whole}
 
     def _model_state(self, live: LiveState, client_state: Mapping[str, Any], exclude_frozen: bool) -> dict[str, Any]:
@@ -308,3 +311,7 @@ class Exporter:
                 content = manifest(live, plan, files, groups, absent, staging.run_id)
                 storage.write_manifest(staging.directory, content)
                 staging.commit(latest, sizes={file.path: file.nbytes for file in files})
+
+
+def _held_whole(layout: Layout) -> bool:
+    return layout.tp_degree == 1 or layout.replicated

@@ -50,6 +50,7 @@ class LiveGroup:
         hyperparameters: returns the group's entry of ``param_groups`` without ``NO_VALUES``.
         set_hyperparameters: updates that entry.
         whole_states: names of states that the optimizer keeps of all of every parameter of which it holds a part.
+        own_step: a saved step as this optimizer keeps one; another one may have saved it.
     """
 
     flat: FlatGroup
@@ -61,6 +62,7 @@ class LiveGroup:
     hyperparameters: Callable[[], dict[str, Any]]
     set_hyperparameters: Callable[[Mapping[str, Any]], None]
     whole_states: frozenset[str] = frozenset()
+    own_step: Callable[[Any], Any] = lambda step: step
 
     @property
     def partition(self) -> Partition:

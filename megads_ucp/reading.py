@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from megads_ucp.grouping import SavedGroup, saved_groups
 from megads_ucp.layout.attention import QKV_ORDER, AttentionOrder, reordering_map
 from megads_ucp.layout.core import Box, Layout, build_layout
 from megads_ucp.layout.rule import Rule
-from megads_ucp.live import STEP
+from megads_ucp.live import MASTER, STEP
 from megads_ucp.plan import cut_box
 
 SPAN_BYTES = 4 << 20
@@ -27,7 +27,7 @@ SPAN_BYTES = 4 << 20
 
 
 def exact_file(stage: int) -> str:
-    """Name of the file, ours alone, with the buffers of a stage that fp32 cannot hold: ``{name: tensor}``."""
+    """Name of the file, ours alone, of a stage's buffers and frozen values that fp32 cannot hold, by name."""
     return f"exact_values_{stage:02d}.pt"
 
 
@@ -88,7 +88,10 @@ class Checkpoint:
         return found
 
     def has(self, parameter: str) -> bool:
-        return (self._zero / parameter).is_dir()
+        """By the manifest, where there is one: a directory that was deleted is damage, not a parameter never saved."""
+        if self.manifest is None:
+            return (self._zero / parameter).is_dir()
+        return f"zero/{parameter}/{MASTER}.pt" in self._entries
 
     def states(self, parameter: str) -> list[str]:
         """Names of the states the checkpoint has for a parameter, ``step`` included.
@@ -145,7 +148,7 @@ class Checkpoint:
             StorageError: a file of them is missing, damaged or of another export.
         """
         values: dict[str, torch.Tensor] = {}
-        for name in fnmatch.filter(self._entries, "exact_values_*.pt"):
+        for name in sorted(fnmatch.filter(self._entries, "exact_values_*.pt"), reverse=True):  # as in zero/, the first
             self._check_object(name)
             values.update(storage.read_object(self.directory / name))
         return values
@@ -236,6 +239,26 @@ def _lay(view: torch.Tensor, box: Box, values: torch.Tensor) -> None:
     view.copy_(values)
     if box.scale != 1.0:
         view.mul_(box.scale)
+
+
+def exact_shards(
+    checkpoint: Checkpoint, layouts: Mapping[str, Layout], unowned: Mapping[str, torch.Tensor], tp_rank: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of what fp32 could not hold, a tensor-parallel rank's shards, flat, by name.
+
+    Args:
+        layouts: of the target, by name.
+        unowned: live tensors; others are left out.
+
+    Raises:
+        StorageError: as :meth:`Checkpoint.exact_values`.
+    """
+    for name, whole in checkpoint.exact_values().items():
+        if name in unowned and layouts[name].shape == whole.shape:
+            shard = torch.empty(unowned[name].numel(), dtype=whole.dtype)
+            for box in layouts[name].runs(tp_rank, 0, shard.numel()):
+                box.shard_view(shard, 0).copy_(box.full_view(whole.reshape(-1), 0))
+            yield name, shard
 
 
 def fitting_layout(layout: Layout, file: File) -> Layout:

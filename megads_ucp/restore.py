@@ -27,12 +27,13 @@ from deepspeed.checkpoint.constants import (
 
 from megads_ucp import storage
 from megads_ucp.config import ExportConfig
-from megads_ucp.errors import LayoutError, StorageError, UnsupportedError
+from megads_ucp.errors import LayoutError, StorageError, UniversalCheckpointError, UnsupportedError
+from megads_ucp.exchange import HOST
 from megads_ucp.grouping import match_groups, revived
 from megads_ucp.layout.core import Layout, check_unscaled
 from megads_ucp.live import MASTER, NO_VALUES, STEP, LiveGroup, LiveState
 from megads_ucp.plan import Plan
-from megads_ucp.reading import Checkpoint, Read, fitting_layout, may_be_shard
+from megads_ucp.reading import Checkpoint, Read, exact_shards, fitting_layout, may_be_shard
 from megads_ucp.remarks import remarks
 from megads_ucp.survey import Survey, Surveyor
 from megads_ucp.together import ReadingTogether, on_several_hosts, plan_together, read_together
@@ -74,7 +75,7 @@ class _Prepared:
     hyperparameters: list[dict[str, Any]] = field(default_factory=list)
     """Of each group, empty where the checkpoint has none for it."""
     exact: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Values of buffers that fp32 cannot hold, by name."""
+    """Of buffers and frozen parameters, this rank's shards of those whose values fp32 cannot hold, flat, by name."""
     aside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Live tensors that are not contiguous, each with the memory that its values are read into."""
     kept: list[str] = field(default_factory=list)
@@ -105,13 +106,21 @@ class Restorer:
             UniversalCheckpointError: a file is missing, damaged or does not fit the model; the same error on every
                 rank, and nothing live has changed unless it says that the engine must not be used.
         """
-        with self._surveyor.connect().agreed(f"loading {directory}"):
+        with HOST, self._surveyor.connect().agreed(f"loading {directory}"):
             if why_not is not None:
                 raise UnsupportedError(why_not)
-        self._prepared = self._prepare(directory, LoadRequest(optimizer_states, strict, self._config.verify))
         try:
+            with HOST:
+                self._prepared = self._prepare(directory, LoadRequest(optimizer_states, strict, self._config.verify))
             yield
-            self._fill_unowned(self._prepared)
+            with HOST:
+                self._fill_unowned(self._prepared)
+        except UniversalCheckpointError:
+            raise
+        except Exception as failure:
+            # Of DeepSpeed or the client, in between, and so perhaps on this rank alone: nobody shall wait for it.
+            self._surveyor.give_up(failure)
+            raise
         finally:
             self._prepared = None
 
@@ -123,19 +132,23 @@ class Restorer:
         Raises:
             UniversalCheckpointError: reading failed; the engine must not be used.
         """
+        with HOST:
+            return self._fill(checkpoint_dir)
+
+    def _fill(self, checkpoint_dir: str) -> dict[str, Any] | None:
         prepared = self._prepared or self._prepare(Path(checkpoint_dir), LoadRequest(verify=self._config.verify))
         channel = self._surveyor.channel
         with channel.agreed(f"reading {checkpoint_dir} (the engine must not be used now)"):
             if prepared.request.optimizer_states:
+                # Hyperparameters first: by them an optimizer has its step on a device or not.
+                for group, values in zip(self._live.groups, prepared.hyperparameters, strict=True):
+                    group.set_hyperparameters(values)
                 for group, names, step in zip(self._live.groups, prepared.states, prepared.steps, strict=True):
                     _make_states(group, names, step)
             shared = read_together(prepared.together)
             for key, read in prepared.reads.items():
                 if key not in shared:
                     read.run(prepared.request.verify)
-            if prepared.request.optimizer_states:
-                for group, values in zip(self._live.groups, prepared.hyperparameters, strict=True):
-                    group.set_hyperparameters(values)
         if prepared.together is not None:
             with channel.agreed(f"reading {checkpoint_dir} (the engine must not be used now)"):
                 ReadingTogether(prepared.together, prepared.reads, prepared.request.verify).run(channel)
@@ -158,8 +171,7 @@ class Restorer:
                 value.copy_(flat.view(value.shape))
             unowned = self._live.unowned()
             for name, exact in prepared.exact.items():
-                if name in unowned and unowned[name].shape == exact.shape:
-                    unowned[name].copy_(exact)
+                unowned[name].copy_(exact.view(unowned[name].shape))
         # Each rank knows of its own fragments only.
         kept = sorted({name for theirs in channel.gather(prepared.kept) or [] for name in theirs})
         if kept:
@@ -199,7 +211,7 @@ class Restorer:
                 prepared.steps.append(step)
                 prepared.reads.update(self._reads(group, layouts, prepared))
             prepared.unowned.extend(self._unowned_reads(layouts, prepared))
-            prepared.exact.update(checkpoint.exact_values())
+            prepared.exact.update(exact_shards(checkpoint, layouts, live.unowned(), live.coordinates.tp_rank))
         prepared.together = self._plan_together(survey, checkpoint, request)
         return prepared
 
@@ -365,4 +377,4 @@ def _make_states(group: LiveGroup, names: list[str], step: Any) -> None:
     elif isinstance(current, torch.Tensor):
         state[STEP] = torch.as_tensor(step, dtype=current.dtype, device=current.device).clone()
     else:
-        state[STEP] = step
+        state[STEP] = group.own_step(step)

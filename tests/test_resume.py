@@ -295,6 +295,39 @@ def test_a_frozen_vocabulary_keeps_its_padding_in_a_stock_directory(tmp_path: Pa
         assert embedding in message and "(48, 32)" in message and "(22, 32)" in message
 
 
+def test_frozen_integers_that_fp32_cannot_hold_are_exact_and_cut(tmp_path: Path) -> None:
+    """Packed weights, say. A run without tensor parallelism has them whole; the target's layers cut them."""
+    whole = torch.arange(8, dtype=torch.int32).view(4, 2) + 2**24
+
+    def build(tp: int) -> tuple[nn.Module, Any]:
+        model, mpu = gpt.build_gpt(tp, layers=1)
+        packed = nn.Parameter(torch.zeros(4 // tp, 2, dtype=torch.int32), requires_grad=False)
+        packed.tensor_model_parallel, packed.partition_dim = True, 0  # type: ignore[attr-defined]
+        model.register_parameter("packed", packed)
+        return model, mpu
+
+    case = Case(build, gpt.shard, gpt.gpt_batches)
+
+    def source() -> list[str]:
+        log = Log()
+        megads_ucp.install(EXPORTING)
+        engine = case.engine(1)
+        engine.module.packed.copy_(whole)
+        engine.save_checkpoint(str(tmp_path), tag=TAG)
+        engine.save_checkpoint(str(tmp_path / "excluding"), tag=TAG, exclude_frozen_parameters=True)
+        return log.messages
+
+    def target() -> bool:
+        megads_ucp.install()
+        engine = case.engine(2, resuming=True)
+        engine.load_checkpoint(str(tmp_path))
+        return torch.equal(engine.module.packed, whole.chunk(2)[dist.get_rank()])
+
+    assert run_ranks(source, 1) == [[]]
+    assert not list((tmp_path / "excluding" / UNIVERSAL).glob("exact_values_*"))
+    assert run_ranks(target, 2) == [True, True]
+
+
 def test_a_frozen_parameter_of_another_size_is_refused(tmp_path: Path) -> None:
     """One that is larger than the model's cannot be a shard of it."""
 
@@ -641,6 +674,29 @@ def test_states_that_are_offloaded_meanwhile(
 
     assert run_ranks(body, 2, True) == run_ranks(body, 2, False)
     assert_same_state(tmp_path / "True" / UNIVERSAL, tmp_path / "False" / UNIVERSAL)
+
+
+class PickySchedule(torch.optim.lr_scheduler.ConstantLR):
+    """Of the client's own code, which a load runs as well; fails on one rank."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("no such schedule")
+        super().load_state_dict(state_dict)
+
+
+def test_nobody_waits_for_a_rank_whose_own_part_of_a_load_fails(tmp_path: Path) -> None:
+    recipe = Recipe("fp32", scheduler=PickySchedule)
+    run_ranks(lambda: recipe.saved(tmp_path) and None, 2)
+
+    def body() -> str:
+        with pytest.raises((ValueError, UniversalCheckpointError)) as caught:
+            recipe.resumed(tmp_path)
+        return str(caught.value)
+
+    other, failed = run_ranks(body, 2, timeout=30)
+    assert failed == "no such schedule"
+    assert "rank 1: ValueError: no such schedule" in other and "must not be used" in other
 
 
 def test_states_that_are_offloaded_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:

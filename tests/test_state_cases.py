@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,21 @@ def test_every_state_of_every_optimizer(name: str, tmp_path: Path, build_op: Cal
     rel = 1e-5 if kind.startswith("fp32") else 5e-3
     assert_resumes(recipe, 2, tmp_path / "source", tmp_path / "dp2", losses, rel=0)
     assert_resumes(recipe, 3, tmp_path / "source", tmp_path / "dp3", losses, rel=rel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offloaded_first", [True, False])
+def test_a_step_that_one_adam_counts_and_the_other_keeps_in_a_tensor(
+    offloaded_first: bool, tmp_path: Path, build_op: Callable[[str], None]
+) -> None:
+    """DeepSpeedCPUAdam and torch's AdamW, which are one algorithm, continue each other."""
+    build_op(EXTENSIONS["deepspeed_cpu_adam"])
+    offloaded, plain = Recipe("cpu_offload", **deepspeeds("AdamW", weight_decay=0.1)), Recipe("zero2")
+    source, target = (offloaded, plain) if offloaded_first else (plain, offloaded)
+    losses = export(source, 2, tmp_path / "source")
+    assert resume(target, 2, tmp_path / "source", again=tmp_path / "again") == pytest.approx(losses, rel=5e-3)
+    steps = {float(value) for name, value in states(tmp_path / "again" / UNIVERSAL).items() if name.endswith("step")}
+    assert steps == {3.0}
 
 
 # --------------------------------------------------------------------------------------------------- S2: learning rates
@@ -521,6 +537,7 @@ def test_buffers_that_fp32_cannot_hold_come_back_exactly(tmp_path: Path) -> None
         "counter": torch.tensor([7]),
         "third": torch.tensor(1 / 3, dtype=torch.float64),
         "phase": torch.tensor([1 + 2j, torch.inf]),
+        "eighths": torch.tensor([0.125, -2.0]).to(torch.float8_e4m3fn),  # fp32 can; torch can do little with it
     }
 
     def with_buffers(values: Mapping[str, torch.Tensor]) -> MLP:
@@ -528,6 +545,10 @@ def test_buffers_that_fp32_cannot_hold_come_back_exactly(tmp_path: Path) -> None
         for name, value in values.items():
             model.register_buffer(name, value)
         return model
+
+    def bits(value: torch.Tensor) -> list[int]:  # torch.equal knows no float8
+        values: list[int] = value.reshape(-1).view(torch.uint8).tolist()
+        return values
 
     def exporting() -> list[str]:
         log = Log()
@@ -543,9 +564,45 @@ def test_buffers_that_fp32_cannot_hold_come_back_exactly(tmp_path: Path) -> None
         fresh = {name: torch.zeros_like(value) for name, value in saved.items()}
         engine = Recipe("fp32", lambda: with_buffers(fresh)).resumed(tmp_path)
         buffers = dict(engine.module.named_buffers())
-        return all(torch.equal(buffers[name], value) for name, value in saved.items())
+        return all(bits(buffers[name]) == bits(value) for name, value in saved.items())
 
     assert run_ranks(resuming, 3) == [True] * 3
+
+
+def test_a_frozen_parameter_whose_directory_is_gone_is_damage(tmp_path: Path) -> None:
+    """Not one that the checkpoint never had, whether parameters may be missing or not."""
+    recipe = Recipe("fp32", Adapted)
+    run_ranks(lambda: recipe.saved(tmp_path) and None, 1)
+    shutil.rmtree(tmp_path / UNIVERSAL / "zero" / "base.weight")
+
+    def body(strict: bool) -> None:
+        with pytest.raises(UniversalCheckpointError, match=r"base\.weight/fp32\.pt: No such file"):
+            recipe.resumed(tmp_path, load_module_strict=strict)
+
+    for strict in (True, False):
+        run_ranks(body, 2, strict)
+
+
+def test_a_default_device_of_the_clients_is_left_alone(tmp_path: Path) -> None:
+    """As of a script that begins with torch.set_default_device("cuda"); here, one on which nothing has values."""
+    recipe = Recipe("fp32")
+
+    def body() -> list[float]:
+        engine = recipe.saved(tmp_path / "host")
+        torch.set_default_device("meta")
+        save(engine, tmp_path / "elsewhere")
+        assert torch.empty(1).is_meta
+        torch.set_default_device(None)
+        engine = recipe.engine(resuming=True)
+        torch.set_default_device("meta")
+        engine.load_checkpoint(str(tmp_path / "elsewhere"))
+        torch.set_default_device(None)
+        save(engine, tmp_path / "again")
+        return train(engine, recipe.batches(3, 4))
+
+    run_ranks(body, 2)
+    for again in ("elsewhere", "again"):
+        assert_same_state(tmp_path / again / UNIVERSAL, tmp_path / "host" / UNIVERSAL)
 
 
 def test_another_optimizer_than_the_one_that_saved_is_remarked_on(tmp_path: Path) -> None:
