@@ -271,10 +271,11 @@ def _load_checkpoint(
         load_module_only=load_module_only,
         custom_load_fn=custom_load_fn,
     )
-    latest = Path(load_dir) / LATEST
-    if not engine.load_universal_checkpoint() or (tag is None and not latest.is_file()):
+    if not engine.load_universal_checkpoint():
         return stock(tag=tag)
-    tag = latest.read_text().strip() if tag is None else str(tag)
+    tag = restorer.latest(Path(load_dir) / LATEST) if tag is None else str(tag)
+    if tag is None:
+        return stock()  # which raises DeepSpeed's own error
     states = load_optimizer_states and not load_module_only
     directory, why_not = Path(load_dir) / tag, _why_not_now(engine)
     with (

@@ -89,6 +89,22 @@ class Restorer:
         self._live, self._surveyor, self._config = live, surveyor, config
         self._prepared: _Prepared | None = None
 
+    def latest(self, file: Path) -> str | None:
+        """What the file that names a checkpoint says on rank 0, None if it is not there. Collective.
+
+        To every rank: others may not see it, or not yet, and must neither wait for those that do nor load another one.
+
+        Raises:
+            UniversalCheckpointError: it cannot be read.
+        """
+        with HOST:
+            channel, found = self._surveyor.connect(), None
+            with channel.agreed(f"reading {file}"):
+                if channel.rank == 0 and file.is_file():
+                    found = file.read_text().strip()
+            told: str | None = channel.broadcast(found, 0)
+            return told
+
     @contextmanager
     def loading(
         self, directory: Path, *, optimizer_states: bool = True, strict: bool = True, why_not: str | None = None

@@ -699,6 +699,22 @@ def test_nobody_waits_for_a_rank_whose_own_part_of_a_load_fails(tmp_path: Path) 
     assert "rank 1: ValueError: no such schedule" in other and "must not be used" in other
 
 
+def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Path) -> None:
+    """As a directory of some node's own. Where none has one, the error is DeepSpeed's."""
+    recipe = Recipe("fp32")
+    run_ranks(lambda: recipe.saved(tmp_path) and None, 2)
+
+    def body() -> str:
+        with pytest.raises(ValueError, match="latest_universal does not exist"):
+            recipe.resumed(tmp_path / "nowhere")
+        with pytest.raises(UniversalCheckpointError) as caught:
+            recipe.resumed(tmp_path if dist.get_rank() == 0 else tmp_path / "elsewhere")
+        return str(caught.value)
+
+    for message in run_ranks(body, 2, timeout=30):
+        assert "rank 1: " in message and str(tmp_path / "elsewhere" / UNIVERSAL) in message
+
+
 def test_states_that_are_offloaded_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:
     recipe = Recipe("zero2")
 
