@@ -124,6 +124,11 @@ class Checkpoint:
         known = self.manifest["parameters"].get(parameter) if self.manifest is not None else None
         return known is not None and tuple(known["shape"]) == shape and known["layout"]["vocabulary_size"] is None
 
+    def tells_order(self, parameter: str) -> bool:
+        """Whether the manifest says how a fused query-key-value projection orders its rows."""
+        known = self.manifest["parameters"].get(parameter) if self.manifest is not None else None
+        return known is not None and known["layout"].get(QKV_ORDER) is not None
+
     def dtype(self, parameter: str, state: str) -> torch.dtype:
         """By the manifest, without a look at the file."""
         return self._record(f"zero/{parameter}/{state}.pt").tensor_dtype

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from megads_ucp.layout.core import Layout
 from megads_ucp.live import LiveState
 from megads_ucp.reading import Checkpoint
 
@@ -28,6 +29,20 @@ def remarks(checkpoint: Checkpoint, live: LiveState) -> Iterator[str]:
             f"was trained with a global batch of {saved}, this run has one of {facts['train_batch_size']}. "
             + batch_advice(saved, facts["data_parallel"], facts["micro_batch_size"])
         )
+
+
+def order_taken_for_granted(checkpoint: Checkpoint, layouts: Iterable[Layout]) -> str | None:
+    """What no directory of the stock converter tells: how projections of queries, keys and values are ordered."""
+    for layout in layouts:
+        order = layout.rule.attention
+        if order is not None and not checkpoint.tells_order(layout.name):
+            harm = " The stock converter scrambles it if it was saved at TP > 1." if order.order == "blocks" else ""
+            return (
+                f"does not say in which order {layout.name} and its like keep queries, keys and values; this "
+                f"code's is assumed ({order.order}).{harm if checkpoint.manifest is None else ''} An export of the run "
+                "that saved it would know."
+            )
+    return None
 
 
 def batch_advice(batch: int, degree: int, micro_batch: int) -> str:

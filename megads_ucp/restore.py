@@ -11,7 +11,7 @@ import functools
 import hashlib
 import logging
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ from megads_ucp.layout.core import Layout, check_unscaled
 from megads_ucp.live import MASTER, NO_VALUES, STEP, LiveGroup, LiveState
 from megads_ucp.plan import Plan
 from megads_ucp.reading import Checkpoint, Read, exact_shards, fitting_layout, may_be_shard
-from megads_ucp.remarks import remarks
+from megads_ucp.remarks import order_taken_for_granted, remarks
 from megads_ucp.survey import Survey, Surveyor
 from megads_ucp.together import ReadingTogether, on_several_hosts, plan_together, read_together
 
@@ -217,9 +217,8 @@ class Restorer:
                 logger.warning("%s %s", directory, warning)
         survey = self._survey(checkpoint)
         layouts = survey.layouts[live.coordinates.stage]
-        if channel.rank == 0 and checkpoint.manifest is None:
-            for warning in _orders_taken_for_granted(layouts.values()):
-                logger.warning("%s %s", directory, warning)
+        if channel.rank == 0 and (remark := order_taken_for_granted(checkpoint, layouts.values())):
+            logger.warning("%s %s", directory, remark)
         with channel.agreed(f"checking {directory}"):
             for group in live.groups:
                 names, step = _saved_states(group, checkpoint, request)
@@ -303,17 +302,6 @@ class Restorer:
         with channel.agreed(f"planning how to read {checkpoint.directory}"):
             return plan_together(survey, checkpoint, request.optimizer_states, self._config.bucket_mb << 20)
         raise AssertionError("agreed() lets no failed body pass")
-
-
-def _orders_taken_for_granted(layouts: Iterable[Layout]) -> Iterator[str]:
-    """What no directory of the stock converter tells: how projections of queries, keys and values are ordered."""
-    of_attention = [layout for layout in layouts if layout.rule.attention is not None]
-    if of_attention and (order := of_attention[0].rule.attention) is not None:
-        harm = " The stock converter scrambles it if it was saved at TP > 1." if order.order == "blocks" else ""
-        yield (
-            f"does not say in which order {of_attention[0].name} and its like keep queries, keys and values; this "
-            f"code's is assumed ({order.order}).{harm} An export of the run that saved it would know."
-        )
 
 
 def _hyperparameters(

@@ -25,6 +25,8 @@ from megads_ucp.layout.core import build_layout
 from megads_ucp.layout.megatron_core import rules_from_attributes
 from megads_ucp.layout.resolve import Claim, Trust, resolve
 from megads_ucp.layout.rule import Rule
+from megads_ucp.reading import Checkpoint
+from megads_ucp.remarks import order_taken_for_granted
 from tests.models import draw_weights
 from tests.runs import UNIVERSAL, Recipe, export, resume, tensors
 from tests.test_layout_sources import rebuild
@@ -330,3 +332,15 @@ def test_other_clients_states_are_left_alone(state: Any) -> None:
     before = copy.deepcopy(state)
     grow_rng_states(state, 4)
     assert state == before
+
+
+@pytest.mark.parametrize(("order", "scrambled"), [("blocks", True), ("interleaved", False)])
+def test_an_order_that_a_directory_does_not_tell_is_taken_for_granted_aloud(tmp_path, order: Order, scrambled: bool):
+    (tmp_path / "zero").mkdir()  # a directory of the stock converter has no manifest
+    attention = AttentionOrder(order, HEADS, 1, HEAD_DIM)
+    rows = attention.rows
+    told = build_layout("qkv", Rule("split", "test", dim=0, attention=attention), [(rows, HIDDEN)])
+    plain = build_layout("other", Rule("replicated", "test"), [(rows, HIDDEN)])
+    assert order_taken_for_granted(Checkpoint(tmp_path), [plain]) is None
+    remark = order_taken_for_granted(Checkpoint(tmp_path), [plain, told])
+    assert remark is not None and "qkv" in remark and order in remark and ("scrambles" in remark) == scrambled
