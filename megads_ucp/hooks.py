@@ -274,8 +274,12 @@ def _load_checkpoint(
     if not engine.load_universal_checkpoint():
         return stock(tag=tag)
     tag = restorer.latest(Path(load_dir) / LATEST) if tag is None else str(tag)
-    if tag is None:
-        return stock()  # which raises DeepSpeed's own error
+    if tag is None:  # an error of the same kind is DeepSpeed's own answer
+        raise ValueError(
+            f"{Path(load_dir) / LATEST} does not exist: no universal checkpoint has been exported there. Save with "
+            "--universal-checkpoint-export, name one by tag=, or load the regular checkpoint without "
+            "checkpoint.load_universal."
+        )
     states = load_optimizer_states and not load_module_only
     directory, why_not = Path(load_dir) / tag, _why_not_now(engine)
     with (

@@ -70,7 +70,9 @@ class Checkpoint:
         self.directory = directory
         self._zero = directory / "zero"
         if not self._zero.is_dir():
-            raise StorageError(f"{directory} has no directory zero: it is not a universal checkpoint.")
+            universal = directory.with_name(f"{directory.name}_universal")
+            hint = f" The one exported beside it is {universal.name}." if universal.is_dir() else ""
+            raise StorageError(f"{directory} has no directory zero: it is not a universal checkpoint.{hint}")
         self.manifest = storage.read_manifest(directory) if (directory / storage.MANIFEST).exists() else None
 
     @cached_property

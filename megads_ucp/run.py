@@ -30,18 +30,24 @@ Provider = Callable[[Any], Any] | None
 _USAGE = """usage: python -m megads_ucp.run SCRIPT [ARGUMENT ...]
 
 Runs SCRIPT with megads_ucp installed; all arguments are the script's. A Megatron-DeepSpeed script also takes
---universal-checkpoint-export and its like (see its --help)."""
+--universal-checkpoint-export and its like (see its --help). For any other, put "universal_checkpoint_export": true into
+the DeepSpeed config."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the script that is the first of ``arguments``, as ``__main__``.
 
     Raises:
-        SystemExit: no script is given.
+        SystemExit: no script is given, or it does not exist.
     """
     script, theirs = _split(arguments)
+    if script is None and {"-h", "--help"} & set(theirs):
+        sys.stdout.write(f"{_USAGE}\n")
+        return
     if script is None:
         raise SystemExit(_USAGE)
+    if not Path(script).is_file():
+        raise SystemExit(f"megads_ucp.run: there is no script {script}.\n\n{_USAGE}")
     join_megatron()
     install()
     sys.argv = [script, *theirs]
@@ -54,7 +60,7 @@ def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     for index, argument in enumerate(arguments):
         if not argument.startswith("-"):
             return argument, [*arguments[:index], *arguments[index + 1 :]]
-    return None, []
+    return None, list(arguments)
 
 
 def join_megatron() -> None:

@@ -22,7 +22,8 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 import megads_ucp
-from megads_ucp.errors import UniversalCheckpointError
+from megads_ucp.errors import StorageError, UniversalCheckpointError
+from megads_ucp.reading import Checkpoint
 from megads_ucp.remarks import batch_advice
 from tests import stock
 from tests.models import KINDS, MLP, draw_weights, train
@@ -700,12 +701,12 @@ def test_nobody_waits_for_a_rank_whose_own_part_of_a_load_fails(tmp_path: Path) 
 
 
 def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Path) -> None:
-    """As a directory of some node's own. Where none has one, the error is DeepSpeed's."""
+    """As a directory of some node's own."""
     recipe = Recipe("fp32")
     run_ranks(lambda: recipe.saved(tmp_path) and None, 2)
 
     def body() -> str:
-        with pytest.raises(ValueError, match="latest_universal does not exist"):
+        with pytest.raises(ValueError, match=r"nowhere/latest_universal does not exist: no .* has been exported there"):
             recipe.resumed(tmp_path / "nowhere")
         with pytest.raises(UniversalCheckpointError) as caught:
             recipe.resumed(tmp_path if dist.get_rank() == 0 else tmp_path / "elsewhere")
@@ -713,6 +714,15 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Pat
 
     for message in run_ranks(body, 2, timeout=30):
         assert "rank 1: " in message and str(tmp_path / "elsewhere" / UNIVERSAL) in message
+
+
+def test_a_regular_checkpoint_is_refused_with_the_name_of_the_export_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "step5").mkdir()
+    with pytest.raises(StorageError, match="not a universal checkpoint.$"):
+        Checkpoint(tmp_path / "step5")
+    (tmp_path / "step5_universal").mkdir()
+    with pytest.raises(StorageError, match="The one exported beside it is step5_universal"):
+        Checkpoint(tmp_path / "step5")
 
 
 def test_states_that_are_offloaded_on_one_rank_are_refused_on_all(tmp_path: Path) -> None:

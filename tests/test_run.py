@@ -130,8 +130,12 @@ def test_help_shows_our_flags_and_ends(tmp_path: Path) -> None:
     assert "--hidden-size" in text and text.count("  --universal-checkpoint-export-strict") == 1
 
 
-def test_no_script_is_an_error_that_shows_the_usage() -> None:
+def test_no_script_is_an_error_that_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     before = list(sys.meta_path)
+    with pytest.raises(SystemExit, match=r"there is no script nosuch\.py\.\n\nusage: python -m megads_ucp\.run SCRIPT"):
+        run.main(["nosuch.py", "--universal-checkpoint-export"])
+    run.main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: ")
     with pytest.raises(SystemExit, match=r"python -m megads_ucp\.run SCRIPT"):
         run.main(["--local_rank=0"])
     assert sys.meta_path == before

@@ -198,7 +198,10 @@ def _check_size(path: Path, size: int, record: FileRecord) -> None:
 
 def _check_block(path: Path, fd: int, start: int, stop: int, expected: int) -> None:
     if _crc32_of_range(fd, start, stop) != expected:
-        raise StorageError(f"{path} is damaged: the checksum of bytes [{start}, {stop}) is not the recorded one")
+        raise StorageError(
+            f"{path} is damaged: the checksum of bytes [{start}, {stop}) is not the recorded one. Restore it from a "
+            "copy, or load another tag"
+        )
 
 
 def _check_frame(path: Path, fd: int, record: FileRecord) -> None:
