@@ -718,7 +718,7 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Pat
 
 def test_a_regular_checkpoint_is_refused_with_the_name_of_the_export_beside_it(tmp_path: Path) -> None:
     (tmp_path / "step5").mkdir()
-    with pytest.raises(StorageError, match="not a universal checkpoint.$"):
+    with pytest.raises(StorageError, match=r"not a universal checkpoint\.$"):
         Checkpoint(tmp_path / "step5")
     (tmp_path / "step5_universal").mkdir()
     with pytest.raises(StorageError, match="The one exported beside it is step5_universal"):
