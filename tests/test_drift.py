@@ -264,6 +264,7 @@ def nudged(engine: Any, name: str, state: str, element: int, tp_rank: int) -> It
     here[0].copy_(true)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "topology", "tp_rank"),
     [
@@ -327,6 +328,7 @@ def test_drift_is_logged_without_strict_and_warned_of_once_where_a_warning_is_as
     assert f"{NORM}/fp32" in tensors(tmp_path / "warn" / UNIVERSAL)
 
 
+@pytest.mark.slow
 def test_parameters_declared_averaged_may_differ(tmp_path: Path) -> None:
     gpt = pytest.importorskip("tests.gpt")
     norm, other = "decoder.layers.0.pre_mlp_layernorm.weight", "decoder.final_layernorm.weight"

@@ -29,6 +29,8 @@ from tests.models import Batch, draw_weights, train
 from tests.ranks import RankError, run_ranks
 from tests.runs import AFTER, BEFORE, EXPORTING, TAG, UNIVERSAL, Log, assert_same_state
 
+pytestmark = pytest.mark.slow  # each builds several engines
+
 TP4, TP2DP2 = Topology(4, 1), Topology(2, 2)
 TEACHER, STUDENT = case("llama"), with_heads("qwen2", query=4, key_value=2)  # 3 and 2 key/value heads
 
@@ -216,7 +218,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     return directory, losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("names", [("teacher", "student"), ("student", "teacher")], ids="-".join)
 def test_two_engines_train_export_and_resume_as_if_alone(
     names: tuple[str, ...], alone: tuple[Path, dict[str, list[float]]], tmp_path: Path
@@ -266,7 +267,6 @@ def frozen() -> nn.Module:
     return model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [by_initialize, by_tp_model_init, by_init_inference])
 def test_a_frozen_teacher_beside_a_student(
     make: Callable[[], Any], alone: tuple[Path, dict[str, list[float]]], tmp_path: Path

@@ -87,6 +87,7 @@ def exported(script: Path) -> bool:
     return (script.parent / "out" / "step_universal" / "zero").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", ["", "own_arguments", "megads_ucp.add_arguments"])
 def test_our_flags_join_the_scripts_and_the_rest_passes_through(tmp_path: Path, provider: str) -> None:
     script = client(tmp_path / "client", provider, more="import megads_ucp; megads_ucp.install()")
@@ -100,6 +101,7 @@ def test_our_flags_join_the_scripts_and_the_rest_passes_through(tmp_path: Path, 
     assert saved["args"].get("own") == ("mine" if own else None)
 
 
+@pytest.mark.slow
 def test_without_our_flags_nothing_is_exported(tmp_path: Path) -> None:
     script = client(tmp_path / "client")
 
@@ -107,6 +109,7 @@ def test_without_our_flags_nothing_is_exported(tmp_path: Path) -> None:
     assert not exported(script)
 
 
+@pytest.mark.slow
 def test_the_settings_survive_when_the_client_replaces_the_checkpoint_section(tmp_path: Path) -> None:
     script = client(tmp_path / "client", config={"universal_checkpoint_export": {"strict": True}})
     launched(script)
