@@ -123,13 +123,18 @@ class Checkpoint:
 
     def has_whole(self, parameter: str, shape: tuple[int, ...]) -> bool:
         """Whether the manifest lists the parameter in this shape, with no vocabulary cut to its real rows."""
-        known = self.manifest["parameters"].get(parameter) if self.manifest is not None else None
+        known = self._described(parameter)
         return known is not None and tuple(known["shape"]) == shape and known["layout"]["vocabulary_size"] is None
 
     def tells_order(self, parameter: str) -> bool:
         """Whether the manifest says how a fused query-key-value projection orders its rows."""
-        known = self.manifest["parameters"].get(parameter) if self.manifest is not None else None
+        known = self._described(parameter)
         return known is not None and known["layout"].get(QKV_ORDER) is not None
+
+    def _described(self, parameter: str) -> Mapping[str, Any] | None:
+        """What the manifest says of a parameter, None if it or the manifest is not there."""
+        known: Mapping[str, Any] | None = self.manifest["parameters"].get(parameter) if self.manifest else None
+        return known
 
     def dtype(self, parameter: str, state: str) -> torch.dtype:
         """By the manifest, without a look at the file."""
