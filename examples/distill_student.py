@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.utils.logging import disable_progress_bar
 
 import megads_ucp
-from megads_ucp.autotp import model_scope
+from megads_ucp import model_scope
 
 # At TP 2: 6 + 4 heads, 3 + 2 key/value heads. SmolLM2-135M has 9 and 3.
 SHAPE = {

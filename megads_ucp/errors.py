@@ -30,3 +30,11 @@ class PlanError(UniversalCheckpointError):
 
 class StorageError(UniversalCheckpointError):
     """A checkpoint file is missing, damaged, foreign, or could not be written."""
+
+
+class Disagreement(UniversalCheckpointError):
+    """A step failed on some rank; raised on all of them, naming every rank that failed and why."""
+
+
+class ChannelError(UniversalCheckpointError):
+    """Some rank does not answer any more. The channel is closed; :meth:`Channel.abandoned` tells all ranks so."""

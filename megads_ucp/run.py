@@ -21,11 +21,13 @@ from types import ModuleType
 from typing import Any
 
 from megads_ucp.arguments import add_arguments
-from megads_ucp.hooks import install
+from megads_ucp.engine.attach import install
 
 MEGATRON_ARGUMENTS = "megatron.arguments"
 
+
 Provider = Callable[[Any], Any] | None
+
 
 _USAGE = """usage: python -m megads_ucp.run SCRIPT [ARGUMENT ...]
 

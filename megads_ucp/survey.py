@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -17,18 +17,16 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.constants import ORIGINAL_VOCAB_SIZE
 
+from megads_ucp.engine.state import Coordinates
 from megads_ucp.errors import LayoutError, PlanError
-from megads_ucp.exchange import Channel
-from megads_ucp.integrations.megatron_deepspeed import MEGATRON_DEEPSPEED, rules_from_megatron_deepspeed
-from megads_ucp.layout.autotp import rules_from_autotp
-from megads_ucp.layout.core import Layout, build_layout, check_unscaled
-from megads_ucp.layout.megatron_core import ATTRIBUTES, rules_from_attributes, rules_from_sharded_state_dict
-from megads_ucp.layout.patterns import DEFAULT, PatternRules, rules_from_patterns
-from megads_ucp.layout.resolve import Claim, Trust, resolve
+from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import Layout, check_unscaled
+from megads_ucp.layout.partition import FlatGroup, Fragment
 from megads_ucp.layout.rule import Rule
-from megads_ucp.live import MASTER, Coordinates, LiveState
-from megads_ucp.partition import FlatGroup, Fragment
-from megads_ucp.plan import Holding, StateSpec, Subject
+from megads_ucp.plan.types import Holding, StateSpec, Subject
+from megads_ucp.sources.patterns import DEFAULT, PatternRules, rules_from_patterns
+from megads_ucp.sources.resolve import Claim, Trust, resolve
+from megads_ucp.storage.format import MASTER
 
 UNOWNED = -1
 """Group index of frozen parameters and buffers, which no optimizer owns."""
@@ -118,130 +116,6 @@ class Survey:
 
     def _stages(self) -> list[int]:
         return sorted({description.coordinates.stage for description in self.descriptions})
-
-
-@dataclass(frozen=True)
-class LayerWords:
-    """What a model's layers say about their parameters' layouts, by source."""
-
-    claims: tuple[Claim, ...]
-    vocabulary: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-
-def ask_layers(live: LiveState) -> LayerWords:
-    """Ask every layer.
-
-    Raises:
-        LayoutError: a layer says something that its own tensors contradict.
-    """
-    layers = rules_from_sharded_state_dict(live.module, live.parameters)
-    claims = (
-        Claim("megatron-core", Trust.LAYERS, layers.rules),
-        Claim("AutoTP", Trust.LAYERS, rules_from_autotp(live.module, live.parameters)),
-        Claim(
-            MEGATRON_DEEPSPEED,
-            Trust.LAYERS,
-            rules_from_megatron_deepspeed(live.module, live.parameters, live.coordinates.tp_degree),
-        ),
-        Claim(ATTRIBUTES, Trust.ATTRIBUTES, rules_from_attributes(live.parameters, live.coordinates.tp_degree)),
-    )
-    return LayerWords(claims, layers.vocabulary, layers.warnings)
-
-
-def describe(
-    live: LiveState, words: LayerWords, info: Mapping[str, Any] | None, exclude: Collection[str] = ()
-) -> RankDescription:
-    """This rank's description, without the unowned tensors named in ``exclude``."""
-    groups = tuple(
-        GroupDescription(
-            flat=group.flat,
-            shapes=tuple(group.shapes[member.name] for member in group.flat.members),
-            ranks=group.ranks,
-            states=tuple((name, value.dtype) for name, value in group.sharded_states().items()),
-        )
-        for group in live.groups
-    )
-    unowned = tuple((name, tuple(value.shape)) for name, value in live.unowned().items() if name not in exclude)
-    buffers = tuple(name for name, _ in unowned if name not in live.parameters)
-    return RankDescription(
-        live.coordinates,
-        groups,
-        unowned,
-        buffers,
-        words.claims,
-        info,
-        words.vocabulary,
-        tuple(sorted(live.tied)),
-        words.warnings,
-    )
-
-
-class Surveyor:
-    """Keeps an engine's channel and its latest survey; renews the survey when some rank's description has changed."""
-
-    def __init__(self, timeout_minutes: float) -> None:
-        self._timeout_minutes = timeout_minutes
-        self._channel: Channel | None = None
-        self._seen: list[list[int]] = []
-        self._survey: Survey | None = None
-        self._words: LayerWords | None = None
-
-    def describe(
-        self, live: LiveState, info: Mapping[str, Any] | None, exclude: Collection[str] = ()
-    ) -> RankDescription:
-        """This rank's description; the layers are asked once, since what they say of their shapes does not change.
-
-        Raises:
-            LayoutError: as :func:`ask_layers`.
-        """
-        self._words = self._words or ask_layers(live)
-        return describe(live, self._words, info, exclude)
-
-    def connect(self) -> Channel:
-        """The channel for one export or resume: the last one's, unless some rank has hung up on it. Collective."""
-        if self._channel is None or self._channel.abandoned():
-            self._channel = Channel(self._timeout_minutes)
-            self._seen, self._survey = [], None  # only some ranks may have got the last one
-        return self._channel
-
-    def give_up(self, reason: BaseException) -> None:
-        """Have all ranks that wait for this one fail now."""
-        if self._channel is not None:
-            self._channel.hang_up(reason)
-
-    @property
-    def channel(self) -> Channel:
-        """The channel of the export or resume that is under way."""
-        assert self._channel is not None, "connect() comes first"
-        return self._channel
-
-    def survey(self, description: RankDescription, first_of_replicas: bool) -> Survey:
-        """The survey of all ranks, the same object as long as nothing has changed. Collective.
-
-        Raises:
-            PlanError: two data-parallel replicas describe themselves differently.
-            LayoutError: a parameter's layout is unknown or contradictory.
-        """
-        place = description.coordinates
-        seen = self.channel.all_gather_ints([place.stage, place.tp_rank, int(first_of_replicas), description.digest()])
-        if self._survey is None or seen != self._seen:
-            self._survey = self._renew(description, seen)
-            self._seen = seen
-        return self._survey
-
-    def _renew(self, description: RankDescription, seen: list[list[int]]) -> Survey:
-        first = {(stage, tp): rank for rank, (stage, tp, is_first, _) in reversed(list(enumerate(seen))) if is_first}
-        for rank, (stage, tp, _, digest) in enumerate(seen):
-            speaker = first[stage, tp]
-            if seen[speaker][3] != digest:
-                raise PlanError(
-                    f"rank {rank} (pipeline stage {stage}, tensor-parallel rank {tp}) describes its parameters, groups "
-                    f"or optimizer states differently from rank {speaker}, its data-parallel replica. Build the same "
-                    "model and the same parameter groups on all of them."
-                )
-        descriptions = tuple(self.channel.broadcast(description, first[place]) for place in sorted(first))
-        return build_survey(descriptions)
 
 
 def build_survey(descriptions: tuple[RankDescription, ...]) -> Survey:

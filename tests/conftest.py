@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the pytest process; tests.ranks sets the environment when it is imported, which must precede torch."""
+"""Prepares the pytest process: tests.support.ranks sets the environment when imported, which must precede torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 _BUILD_SECONDS = 1800  # a minute or so on an idle machine
 

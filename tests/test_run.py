@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megads_ucp import run
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 # The shape of megatron/arguments.py: a parser of its own, an optional provider of more, no abbreviations.
 ARGUMENTS = """
@@ -37,7 +37,7 @@ import json, sys
 import deepspeed
 from helper_beside_the_script import WORD
 from megatron.arguments import parse_args
-from tests.models import MLP, mlp_batches, train
+from tests.support.models import MLP, mlp_batches, train
 {more}
 
 def own_arguments(parser):

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.affine import replicated_map
 
-from megads_ucp.errors import LayoutError, PlanError
-from megads_ucp.exchange import Disagreement
-from megads_ucp.layout.resolve import Claim, Trust
+from megads_ucp.engine.context import Surveyor
+from megads_ucp.engine.state import Coordinates
+from megads_ucp.errors import Disagreement, LayoutError, PlanError
+from megads_ucp.layout.partition import flat_group
 from megads_ucp.layout.rule import Rule
-from megads_ucp.live import Coordinates
-from megads_ucp.partition import flat_group
-from megads_ucp.plan import StateSpec, make_plan
-from megads_ucp.survey import UNOWNED, GroupDescription, RankDescription, Surveyor, build_survey
-from tests.ranks import run_ranks
+from megads_ucp.plan.save import make_plan
+from megads_ucp.plan.types import StateSpec
+from megads_ucp.sources.resolve import Claim, Trust
+from megads_ucp.survey import UNOWNED, GroupDescription, RankDescription, build_survey
+from tests.support.ranks import run_ranks
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -21,6 +21,7 @@ from megads_ucp.errors import LayoutError
 QKV_ORDER = "qkv_order"
 """Key, beside "param" in a .pt file and in the manifest's layouts, of :meth:`AttentionOrder.to_dict`."""
 
+
 Order = Literal["blocks", "interleaved"]
 
 

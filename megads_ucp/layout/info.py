@@ -25,7 +25,7 @@ from deepspeed.checkpoint.constants import (
     VOCABULARY_PARAMETER_PATTERNS,
 )
 
-from megads_ucp.layout.core import Layout
+from megads_ucp.layout.layout import Layout
 
 
 def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:

@@ -14,7 +14,11 @@ from megads_ucp.errors import LayoutError
 from megads_ucp.layout.attention import AttentionOrder
 
 Kind = Literal["replicated", "averaged", "split", "affine"]
+
+
 Style = Literal["plain", "n_sub_params", "sub_param_shape"]
+
+
 _KINDS, _STYLES = get_args(Kind), get_args(Style)
 
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from megads_ucp.errors import PlanError
-from megads_ucp.layout.core import Box, clip
+from megads_ucp.layout.boxes import Box, clip
 from megads_ucp.plan.types import Holding, Subject
 
 

@@ -13,9 +13,11 @@ from megads_ucp.plan.types import Extent, StateSpec
 SHARE_LIMIT = 1.1
 """A rank is given files until it holds this multiple of the mean share, then it is full."""
 
+
 SMALL_FILE = 0.05
 """A file below this part of the mean share is not worth cutting: it may take a rank past SHARE_LIMIT. The lightest rank
 gets it, and that one is never above the mean, so max/mean stays far below the 1.2 that is promised."""
+
 
 CUT_ALIGNMENT = 4096
 """Files are cut at multiples of so many bytes (a page), unless shares are so small that it would unbalance them."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from megads_ucp.layout.core import Box
+from megads_ucp.layout.boxes import Box
 from megads_ucp.plan.holders import Holders
 from megads_ucp.plan.types import MESSAGE_ALIGNMENT, Extent, Transfer, message_bytes
 

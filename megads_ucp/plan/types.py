@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from megads_ucp.layout.core import Box, Layout
-from megads_ucp.partition import Fragment
+from megads_ucp.layout.boxes import Box
+from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.partition import Fragment
 
 MESSAGE_ALIGNMENT = 8
 """Transfers start at multiples of so many bytes in a message, so that any dtype can be viewed in it."""

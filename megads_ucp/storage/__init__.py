@@ -7,9 +7,9 @@ Writing: :func:`frame` a tensor that need not exist in one piece, :func:`write_f
 
 from megads_ucp.storage.checksum import BLOCK_BYTES, crc32_combine, crc32_of_blocks
 from megads_ucp.storage.durable import fsync_directories, fsync_tree, write_latest
+from megads_ucp.storage.format import MANIFEST
 from megads_ucp.storage.framing import Frame, frame
 from megads_ucp.storage.manifest import (
-    MANIFEST,
     FileRecord,
     check_frame,
     payload_crc32,

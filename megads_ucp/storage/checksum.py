@@ -14,7 +14,10 @@ from collections.abc import Iterable, Iterator
 BLOCK_BYTES = 4 << 20
 """Bytes per checksummed block: small enough to verify a range at little cost, large enough for short lists."""
 
+
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, reflected: bit 31 is the coefficient of x**0
+
+
 _ONE = 1 << 31
 
 

@@ -14,6 +14,7 @@ from megads_ucp.errors import StorageError
 
 Buffer: TypeAlias = "bytes | memoryview"
 
+
 _WAY_OUT = {
     errno.ENOSPC: "free space there or save elsewhere",
     errno.EDQUOT: "the quota is used up: free space there or save elsewhere",

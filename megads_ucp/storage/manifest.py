@@ -16,10 +16,10 @@ import torch
 from megads_ucp.errors import StorageError
 from megads_ucp.storage.checksum import BLOCK_BYTES, block_sizes, crc32_combine
 from megads_ucp.storage.durable import descriptor, pread_all, ranges, storage_errors, write_durably
+from megads_ucp.storage.format import MANIFEST
 from megads_ucp.storage.framing import Frame
 from megads_ucp.storage.write import ExtentRecord
 
-MANIFEST = "manifest.json"
 _FORMAT = {"format": "megads_ucp manifest", "format_version": 1}
 
 

@@ -27,7 +27,10 @@ from megads_ucp.storage.write import payload_view
 # Beside parameters, and in zero/optimizer_state.pt.
 _CLASSES_OF_THE_FORMAT = (SubparamShape, LossScaler, DynamicLossScaler, ZeroStageEnum)
 
+
 _LOCK = threading.Lock()
+
+
 _bytes_read = 0
 
 

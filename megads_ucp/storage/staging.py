@@ -41,10 +41,19 @@ from megads_ucp.storage.durable import (
 
 logger = logging.getLogger(__name__)
 
+
 _TOKEN = ".unfinished"
+
+
 _STAGING, _REPLACED = "staging", "replaced"
+
+
 _RUN_ID = r"[A-Za-z0-9_-]+"  # no dots: leftovers of "x" must not look like those of a target named "x.staging-y"
+
+
 _RENAME_EXCHANGE = 2  # linux/fs.h
+
+
 _AT_FDCWD = -100  # linux/fcntl.h
 
 

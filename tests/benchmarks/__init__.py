@@ -7,6 +7,6 @@ Every table compares with something measured in the same run: disks and neighbou
 import sys
 from pathlib import Path
 
-import tests.ranks  # noqa: F401  (first: it sets the environment that torch and DeepSpeed read when they are imported)
+import tests.support.ranks  # noqa: F401  (first: it sets the environment that torch and DeepSpeed read when they are imported)
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))  # for cpu_shims, as pytest's own `pythonpath` does

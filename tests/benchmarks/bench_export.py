@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.benchmarks.instruments import MB, files_below, fsync_files, load_average, on_ranks, seconds_of, table
-from tests.ranks import ENVIRONMENT
+from tests.support.ranks import ENVIRONMENT
 
 WORLD, TP = 4, 2
 
@@ -57,7 +57,7 @@ def measure(directory: Path, size_name: str, rounds: int, keep: bool) -> Measure
     keep: leave the last regular checkpoint in place.
     """
     import megads_ucp
-    from megads_ucp.hooks import attachment
+    from megads_ucp.engine.attach import attachment
     from tests.benchmarks.subject import SIZES, build_engine, client_state, train_one_step
 
     size = SIZES[size_name]

@@ -133,7 +133,7 @@ def measure(directory: Path, size_name: str, tp: int, rounds: int) -> Measured:
 def _plugin(engine: Any, read_together: str | None = "never") -> Iterator[None]:
     """Attaches the plugin to an engine that was built without it, for one load; None: does not."""
     from megads_ucp.config import ExportConfig
-    from megads_ucp.hooks import Attachment
+    from megads_ucp.engine.attach import Attachment
 
     if read_together is None:
         yield
@@ -172,11 +172,11 @@ def _evict_together(directory: Path) -> None:
 def _read_alone(engine: Any, directory: Path, measured: Measured) -> None:
     """Rank 0 prepares with all others, then checks and reads its part again, from a cold cache and alone."""
     from megads_ucp import storage
-    from megads_ucp.adapter import live_state
     from megads_ucp.config import ExportConfig
-    from megads_ucp.reading import Checkpoint
-    from megads_ucp.restore import LoadRequest, Restorer
-    from megads_ucp.survey import Surveyor
+    from megads_ucp.engine.adapter import live_state
+    from megads_ucp.engine.context import Surveyor
+    from megads_ucp.load.checkpoint import Checkpoint
+    from megads_ucp.load.restorer import LoadRequest, Restorer
 
     universal = directory / f"{TAG}_universal"
     with _plugin(engine):

@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from tests.gpt import GPT, STOCK_INFO, ModelParallelUnit
-from tests.models import Batch, initialize, train
+from tests.support.gpt import GPT, STOCK_INFO, ModelParallelUnit
+from tests.support.models import Batch, initialize, train
 
 SEQUENCE = 8  # what is saved and loaded does not depend on it
 SAMPLES = 4  # per global batch; divides at every DP measured

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the optimizers keep their groups, and what is mended there."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm as ds_comm
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.utils import link_hp_params
+
+
+@dataclass(frozen=True)
+class Bookkeeping:
+    """Where one optimizer class keeps its groups: the same facts under each class's own names."""
+
+    flat: list[torch.Tensor]
+    members: list[list[tuple[torch.nn.Parameter, tuple[int, ...], int]]]
+    """Per group, in flat order: the parameter, its TP-local shape, its offset."""
+    masters: list[torch.Tensor]
+    paddings: str
+    """Name of the list that the optimizer writes as ``group_paddings``."""
+
+
+def bookkeeping(optimizer: Any) -> Bookkeeping:
+    if isinstance(optimizer, BF16_Optimizer):
+        members = []
+        for group in optimizer.bf16_groups:
+            offset, placed = 0, []
+            for parameter in group:  # end to end, see BF16_Optimizer._flatten_dense_tensors_aligned
+                placed.append((parameter, tuple(parameter.shape), offset))
+                offset += parameter.numel()
+            members.append(placed)
+        return Bookkeeping(optimizer.bf16_groups_flat, members, optimizer.fp32_groups_flat_partition, "group_paddings")
+    # The meta tensors keep their shapes while offload_states() holds the parameters' memory elsewhere.
+    members = [
+        [(parameter, tuple(meta.shape), offset) for parameter, meta, offset in zip(*group, strict=True)]
+        for group in zip(
+            optimizer.round_robin_bit16_groups,
+            optimizer.round_robin_bit16_meta,
+            optimizer.round_robin_bit16_offsets,
+            strict=True,
+        )
+    ]
+    return Bookkeeping(
+        optimizer.bit16_groups_flat, members, optimizer.single_partition_of_fp32_groups, "groups_padding"
+    )
+
+
+def link_in_flat_order(optimizer_ref: weakref.ref[Any]) -> None:
+    """``DeepSpeedZeroOptimizer._link_all_hp_params``, always with the true offsets."""
+    optimizer = optimizer_ref()
+    assert optimizer is not None
+    if optimizer.cpu_offload:
+        optimizer._get_offload_gradient_dict()
+    for index, group in enumerate(optimizer.bit16_groups):
+        offset_of = {
+            id(parameter): offset
+            for parameter, offset in zip(
+                optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index], strict=True
+            )
+        }
+        process_group = optimizer.real_dp_process_group[index]
+        size = optimizer.bit16_groups_flat[index].numel() // ds_comm.get_world_size(group=process_group)
+        link_hp_params(
+            lp_param_list=group,
+            flat_hp_partition=optimizer.single_partition_of_fp32_groups[index],
+            gradient_dict=optimizer.averaged_gradients,
+            offload_gradient_dict=optimizer.offload_gradient_dict,
+            use_offload=optimizer.cpu_offload,
+            param_group_index=index,
+            partition_start=ds_comm.get_rank(group=process_group) * size,
+            partition_size=size,
+            dp_group=process_group,
+            param_offsets=[offset_of[id(parameter)] for parameter in group],
+        )

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A universal checkpoint as a resume sees it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, VOCAB_TENSOR
+
+from megads_ucp import storage
+from megads_ucp.errors import StorageError
+from megads_ucp.layout.attention import QKV_ORDER, AttentionOrder
+from megads_ucp.load.groups import SavedGroup, saved_groups
+from megads_ucp.storage.format import (
+    EXACT_FILES,
+    MANIFEST,
+    MASTER,
+    MODEL_STATES_FILES,
+    OPTIMIZER_STATE,
+    STEP,
+    ZERO,
+    state_file,
+)
+
+
+@dataclass(frozen=True)
+class File:
+    """A parameter's file, checked but for its tensor.
+
+    Attributes:
+        tensor: its header.
+        record: what the manifest knows about it, None without a manifest.
+        vocabulary: whether a vocabulary's padding was cut off, so that the target may be padded to another size.
+        attention: the order of queries, keys and values in it, where that was recorded.
+    """
+
+    tensor: storage.TensorFile
+    record: storage.FileRecord | None
+    vocabulary: bool
+    attention: AttentionOrder | None = None
+
+    def read(self, start: int, out: torch.Tensor, verify: bool) -> torch.Tensor:
+        """Elements from ``start`` on into ``out``, 1-D and of the file's dtype; returns it.
+
+        Raises:
+            StorageError: the file is shorter than it was, or (``verify``) differs from its record.
+        """
+        if verify and self.record is not None:
+            itemsize = out.itemsize
+            storage.verify_range(self.tensor.path, self.record, start * itemsize, (start + out.numel()) * itemsize)
+        return self.tensor.read(start, out.numel(), out)
+
+
+class Checkpoint:
+    """A universal checkpoint directory, written by us or by the stock converter (then without a manifest).
+
+    Raises:
+        StorageError: on construction, if the directory is not one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._zero = directory / ZERO
+        if not self._zero.is_dir():
+            universal = directory.with_name(f"{directory.name}_universal")
+            hint = f" The one exported beside it is {universal.name}." if universal.is_dir() else ""
+            raise StorageError(f"{directory} has no directory zero: it is not a universal checkpoint.{hint}")
+        self.manifest = storage.read_manifest(directory) if (directory / MANIFEST).exists() else None
+
+    @cached_property
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        """The manifest's entries of files, by path; a rank makes records of the few that it reads."""
+        return {entry["path"]: entry for entry in self.manifest["files"]} if self.manifest is not None else {}
+
+    @cached_property
+    def _recorded_states(self) -> dict[str, list[str]]:
+        """The manifest's names of states, by folder."""
+        found: dict[str, list[str]] = {}
+        for path in sorted(self._entries):
+            folder, _, name = path.rpartition("/")
+            found.setdefault(folder, []).append(name.removesuffix(".pt"))
+        return found
+
+    def has(self, parameter: str) -> bool:
+        """By the manifest, where there is one: a directory that was deleted is damage, not a parameter never saved."""
+        if self.manifest is None:
+            return (self._zero / parameter).is_dir()
+        return state_file(parameter, MASTER) in self._entries
+
+    def states(self, parameter: str) -> list[str]:
+        """Names of the states the checkpoint has for a parameter, ``step`` included.
+
+        By the manifest, where there is one: a file that was deleted is missing, not a state the optimizer never had.
+        """
+        if self.manifest is None:
+            return storage.state_names(self._zero / parameter)
+        return self._recorded_states.get(f"zero/{parameter}", [])
+
+    def file(self, parameter: str, state: str) -> File:
+        """The file of one state, checked as far as that goes without reading its tensor.
+
+        Raises:
+            StorageError: missing, truncated, or not the file that the manifest describes.
+        """
+        name = state_file(parameter, state)
+        if self.manifest is None:
+            tensor = storage.open_tensor(self.directory / name)
+            order = AttentionOrder.from_dict(tensor.metadata.get(QKV_ORDER))
+            return File(tensor, None, bool(tensor.metadata.get(VOCAB_TENSOR)), order)
+        record = self._record(name)
+        layout = self.manifest["parameters"][parameter]["layout"]
+        tensor = storage.open_recorded(self.directory / name, record)
+        order = AttentionOrder.from_dict(layout.get(QKV_ORDER))
+        return File(tensor, record, layout["vocabulary_size"] is not None, order)
+
+    def has_whole(self, parameter: str, shape: tuple[int, ...]) -> bool:
+        """Whether the manifest lists the parameter in this shape, with no vocabulary cut to its real rows."""
+        known = self._described(parameter)
+        return known is not None and tuple(known["shape"]) == shape and known["layout"]["vocabulary_size"] is None
+
+    def tells_order(self, parameter: str) -> bool:
+        """Whether the manifest says how a fused query-key-value projection orders its rows."""
+        known = self._described(parameter)
+        return known is not None and known["layout"].get(QKV_ORDER) is not None
+
+    def _described(self, parameter: str) -> Mapping[str, Any] | None:
+        """What the manifest says of a parameter, None if it or the manifest is not there."""
+        known: Mapping[str, Any] | None = self.manifest["parameters"].get(parameter) if self.manifest else None
+        return known
+
+    def dtype(self, parameter: str, state: str) -> torch.dtype:
+        """By the manifest, without a look at the file."""
+        return self._record(state_file(parameter, state)).tensor_dtype
+
+    def step(self, parameter: str) -> Any:
+        """The step of a parameter, None if the optimizer that saved kept none."""
+        if STEP not in self.states(parameter):
+            return None
+        self._check_object(state_file(parameter, STEP))
+        return storage.read_object(self.directory / state_file(parameter, STEP))
+
+    def common_state(self) -> dict[str, Any]:
+        """Content of zero/optimizer_state.pt."""
+        self._check_object(OPTIMIZER_STATE)
+        state: dict[str, Any] = storage.read_object(self.directory / OPTIMIZER_STATE)
+        return state
+
+    def exact_values(self) -> dict[str, torch.Tensor]:
+        """What fp32 could not hold of buffers and frozen parameters, of all stages, by name.
+
+        Raises:
+            StorageError: a file of them is missing, damaged or of another export.
+        """
+        values: dict[str, torch.Tensor] = {}
+        for name in sorted(fnmatch.filter(self._entries, EXACT_FILES), reverse=True):  # as in zero/, the first
+            self._check_object(name)
+            values.update(storage.read_object(self.directory / name))
+        return values
+
+    def check_model_states(self, rank: int, world: int) -> None:
+        """Check this rank's part of the mp_rank files, which DeepSpeed reads itself, by their number and place.
+
+        Raises:
+            StorageError: one is missing, damaged or of another export.
+        """
+        names = sorted(path for path in self._entries if path.startswith("mp_rank_"))
+        for name in names[rank::world]:
+            self._check_object(name)
+
+    def info(self) -> Mapping[str, Any] | None:
+        """The ``universal_checkpoint_info`` of the run that saved it."""
+        for path in sorted(self.directory.glob(MODEL_STATES_FILES)):
+            # Client state may hold any object, so this file is trusted as far as DeepSpeed's own load of it trusts it.
+            state: dict[str, Any] = storage.read_object(path, weights_only=False)
+            return state.get(UNIVERSAL_CHECKPOINT_INFO)
+        raise StorageError(f"{self.directory} has no mp_rank_*_model_states.pt: it is not a universal checkpoint.")
+
+    def groups(self) -> tuple[SavedGroup, ...]:
+        """The parameter groups of every stage; none without a manifest."""
+        return saved_groups(self.manifest["groups"]) if self.manifest is not None else ()
+
+    def _record(self, path: str) -> storage.FileRecord:
+        if path not in self._entries:
+            raise StorageError(f"{self.directory / path} is not in the manifest of {self.directory}.")
+        return storage.FileRecord.from_json(self._entries[path])
+
+    def _check_object(self, path: str) -> None:
+        """Compare a small pickled file, as a whole, with the manifest if there is one."""
+        if self.manifest is not None:
+            storage.verify_file(self.directory / path, self._record(path))

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading together: what several ranks need interleaved parts of is read once, by one of them, and travels to the rest.
+
+Alone, a rank that holds some columns of a matrix reads its rows whole, and so the columns of all other tensor-parallel
+ranks with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from megads_ucp.comm.channel import Channel
+from megads_ucp.comm.exchange import Exchange
+from megads_ucp.load.checkpoint import Checkpoint
+from megads_ucp.load.reads import SPAN_BYTES, Read
+from megads_ucp.plan.load import make_read_plan, reads_more_than_it_holds
+from megads_ucp.plan.types import Extent, Plan, StateSpec, Subject, Transfer
+from megads_ucp.storage.format import MASTER, STEP
+from megads_ucp.survey import Survey
+
+_SHARES = 8
+"""Two rounds of messages are under way at a time, in and out, and of extents as many bytes again for either."""
+
+
+def on_several_hosts(survey: Survey, hosts: Sequence[int]) -> bool:
+    """Whether ranks that read the same rows of the same matrices are on several hosts.
+
+    Args:
+        survey: of the target.
+        hosts: a number for the host of each rank.
+    """
+    peers: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+    for description in survey.descriptions:
+        for index, group in enumerate(description.groups):
+            for shard_rank, rank in enumerate(group.ranks):
+                peers[description.coordinates.stage, index, shard_rank].add(hosts[rank])
+    return any(len(theirs) > 1 for theirs in peers.values())
+
+
+def plan_together(survey: Survey, checkpoint: Checkpoint, optimizer_states: bool, bucket_bytes: int) -> Plan | None:
+    """Who reads what for whom, None if no file is worth it. Pure, and equal on all ranks.
+
+    Args:
+        survey: of the target.
+        checkpoint: with a manifest, which every rank knows alike; without one, nothing is read together.
+        optimizer_states: whether more than the master weights is wanted.
+        bucket_bytes: the most memory that a rank may take for it.
+    """
+    subjects = list(_subjects(survey, checkpoint, optimizer_states)) if checkpoint.manifest is not None else []
+    if not subjects:
+        return None
+    share = max(bucket_bytes // _SHARES, SPAN_BYTES)
+    return make_read_plan(subjects, SPAN_BYTES, share)
+
+
+def read_together(plan: Plan | None) -> set[tuple[str, str]]:
+    """Parameters and states that the plan reads."""
+    if plan is None:
+        return set()
+    return {(plan.subjects[extent.subject].name, extent.state.name) for extent in plan.extents}
+
+
+def _subjects(survey: Survey, checkpoint: Checkpoint, optimizer_states: bool) -> Iterator[Subject]:
+    """The target's parameters that are worth it, each with the states that the checkpoint has of it.
+
+    Not those of several pipeline stages, of which a survey lists the first stage's holders only; nor vocabularies,
+    which files may hold cut to other sizes; nor projections of an attention, whose rows may lie there in another order.
+    """
+    stages = Counter(name for layouts in survey.layouts for name in layouts)
+    for subject in survey.subjects():
+        name, layout = subject.name, subject.layout
+        same_everywhere = layout.rule.vocabulary_size is None and layout.rule.attention is None
+        if not (subject.owned and stages[name] == 1 and same_everywhere):
+            continue
+        if reads_more_than_it_holds(subject) and checkpoint.has_whole(name, layout.shape):
+            states = [state for state in checkpoint.states(name) if state != STEP]
+            wanted = states if optimizer_states else [MASTER]
+            yield replace(subject, states=tuple(StateSpec(s, *[checkpoint.dtype(name, s)] * 2) for s in wanted))
+
+
+class ReadingTogether:
+    """One rank's part in it.
+
+    Args:
+        reads: what this rank would read alone, by parameter and state.
+        verify: check what is read against the manifest's checksums.
+    """
+
+    def __init__(self, plan: Plan, reads: Mapping[tuple[str, str], Read], verify: bool) -> None:
+        self._plan, self._reads, self._verify = plan, reads, verify
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._spare: list[torch.Tensor] = []
+        self._uses: Counter[int] = Counter()
+
+    def run(self, channel: Channel) -> None:
+        """Read, send, receive and lay down. Collective.
+
+        Raises:
+            StorageError: as :meth:`Read.run`, once all ranks have got what they wait for.
+            ChannelError: a peer has died.
+        """
+        self._uses = Counter(t.extent for t in self._plan.transfers if self._plan.sender(t) == channel.rank)
+        extents = [self._plan.extents[transfer.extent] for transfer in self._plan.incoming(channel.rank)]
+        for key in dict.fromkeys(map(self._key, extents)):
+            self._reads[key].clear()
+        Exchange(channel, self._plan, self._extent, self._lay, lambda extent: None).run()
+
+    def _key(self, extent: Extent) -> tuple[str, str]:
+        return self._plan.subjects[extent.subject].name, extent.state.name
+
+    def _extent(self, transfer: Transfer, extent: Extent) -> torch.Tensor:
+        """The values of an extent that this rank reads, read at its first use and forgotten after its last."""
+        index, dtype = transfer.extent, extent.state.written
+        if index not in self._buffers:
+            buffer = self._spare.pop() if self._spare else torch.empty(SPAN_BYTES, dtype=torch.uint8)
+            file = self._reads[self._key(extent)].file
+            file.read(extent.start, buffer[: extent.nbytes].view(dtype), self._verify)
+            self._buffers[index] = buffer
+        values = self._buffers[index][: extent.nbytes].view(dtype)
+        self._uses[index] -= 1
+        if not self._uses[index]:  # what is returned is copied before the next extent is read
+            self._spare.append(self._buffers.pop(index))
+        return values
+
+    def _lay(self, transfer: Transfer, values: list[torch.Tensor]) -> None:
+        read = self._reads[self._key(self._plan.extents[transfer.extent])]
+        for box, value in zip(transfer.boxes, values, strict=True):
+            read.lay(box, value)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reading of one fragment from one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from megads_ucp.errors import LayoutError
+from megads_ucp.layout.attention import reordering_map
+from megads_ucp.layout.boxes import Box
+from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.rule import Rule
+from megads_ucp.load.checkpoint import Checkpoint, File
+from megads_ucp.plan.traffic import cut_box
+
+SPAN_BYTES = 4 << 20
+"""Bytes read at a time: enough to keep a disk busy, few enough to be still in the cache when columns are picked."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """Part of one file on its way into a 1-D live tensor.
+
+    Attributes:
+        file: where it comes from.
+        boxes: what of the full tensor is wanted, in shard coordinates that start at ``shard_start``.
+        target_start, numel: the elements of the live tensor that it fills; those in no box become zero.
+        target: returns the live tensor.
+    """
+
+    file: File
+    boxes: tuple[Box, ...]
+    shard_start: int
+    target_start: int
+    numel: int
+    target: Callable[[], torch.Tensor]
+
+    def run(self, verify: bool) -> None:
+        """Read it, at most ``SPAN_BYTES`` at a time.
+
+        Raises:
+            StorageError: as :meth:`File.read`.
+        """
+        live, dtype = self.clear(), self.file.tensor.dtype
+        for box in self.boxes:
+            for part in cut_box(box, max(SPAN_BYTES // dtype.itemsize, 1), spans=True):
+                first, last = part.full_span
+                view = part.shard_view(live, self.shard_start)
+                dense = part.numel == last - first and view.is_contiguous() and part.scale == 1.0
+                if dense and live.device.type == "cpu" and live.dtype == dtype:
+                    self.file.read(first, view.view(-1), verify)
+                    continue
+                values = self.file.read(first, torch.empty(last - first, dtype=dtype), verify)
+                _lay(view, part, part.full_view(values, first))
+
+    def clear(self) -> torch.Tensor:
+        """The part of the live tensor to be filled, with zeros where no box will fill it."""
+        live = self.target().detach().narrow(0, self.target_start, self.numel)
+        if sum(box.numel for box in self.boxes) < self.numel:
+            live.zero_()
+        return live
+
+    def lay(self, box: Box, values: torch.Tensor) -> None:
+        """Put the values of one box, or of a part of one, where they belong."""
+        live = self.target().detach().narrow(0, self.target_start, self.numel)
+        _lay(box.shard_view(live, self.shard_start), box, values)
+
+
+def _lay(view: torch.Tensor, box: Box, values: torch.Tensor) -> None:
+    view.copy_(values)
+    if box.scale != 1.0:
+        view.mul_(box.scale)
+
+
+def exact_shards(
+    checkpoint: Checkpoint, layouts: Mapping[str, Layout], unowned: Mapping[str, torch.Tensor], tp_rank: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of what fp32 could not hold, a tensor-parallel rank's shards, flat, by name.
+
+    Args:
+        layouts: of the target, by name.
+        unowned: live tensors; others are left out.
+
+    Raises:
+        StorageError: as :meth:`Checkpoint.exact_values`.
+    """
+    for name, whole in checkpoint.exact_values().items():
+        if name in unowned and layouts[name].shape == whole.shape:
+            shard = torch.empty(unowned[name].numel(), dtype=whole.dtype)
+            for box in layouts[name].runs(tp_rank, 0, shard.numel()):
+                box.shard_view(shard, 0).copy_(box.full_view(whole.reshape(-1), 0))
+            yield name, shard
+
+
+def fitting_layout(layout: Layout, file: File) -> Layout:
+    """The layout, with the vocabulary cut where the file has it; the target may be padded to another size.
+
+    Queries, keys and values are taken from where the code that saved them had them.
+    Of a vocabulary that is frozen the stock converter keeps the padding, which fits a target that is padded alike.
+
+    Raises:
+        LayoutError: the file's shape is not what the target model's shards make.
+    """
+    shape = file.tensor.shape
+    rows = sum(shard[0] for shard in layout.shard_shapes if shard)
+    fits = shape[:1] <= (rows,) if file.vocabulary else shape[:1] == (rows,)
+    if fits and layout.shape[1:] == shape[1:] and layout.rule.kind == "split":
+        rule = replace(layout.rule, vocabulary_size=shape[0] if file.vocabulary else None)
+        layout = build_layout(layout.name, rule, layout.shard_shapes)
+    layout = _in_order_of(layout, file)
+    if layout.shape != shape:
+        raise LayoutError(
+            f"{file.tensor.path} has shape {shape}, but in this model the shards {list(layout.shard_shapes)} of "
+            f"{layout.name} make shape {layout.shape} (source: {layout.rule.source}). Load it into the same model."
+        )
+    return layout
+
+
+def _in_order_of(layout: Layout, file: File) -> Layout:
+    """The layout of a query-key-value projection whose rows lie in the file in another order than in this model."""
+    mine, theirs = layout.rule.attention, file.attention
+    if mine is None or theirs is None or theirs == mine:
+        return layout
+    try:
+        affine = reordering_map(mine, theirs, file.tensor.shape, layout.tp_degree)
+    except LayoutError as error:
+        raise LayoutError(f"{file.tensor.path}: {error} Load it into the same model.") from error
+    rule = Rule("affine", f"{layout.rule.source}, from the order of {file.tensor.path}", affine=affine.to_dict())
+    return build_layout(layout.name, rule, layout.shard_shapes)
+
+
+def may_be_shard(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether a tensor of ``shape`` can be a part, and no more than a part, of one of shape ``full``."""
+    return len(shape) == len(full) and shape != full and all(map(int.__le__, shape, full))

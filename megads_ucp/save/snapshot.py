@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that one export sends."""
+
+from __future__ import annotations
+
+import torch
+
+from megads_ucp.engine.state import LiveState
+from megads_ucp.errors import PlanError
+from megads_ucp.plan.types import Extent, Holding, StateSpec, Transfer
+from megads_ucp.survey import UNOWNED
+
+
+class Snapshot:
+    """The values one export sends: views of the live state where it is in host memory, one copy of it elsewhere."""
+
+    def __init__(self, live: LiveState) -> None:
+        self._groups = [
+            {name: state.detach().to("cpu") for name, state in group.sharded_states().items()} for group in live.groups
+        ]
+        unowned = live.unowned() if live.groups[0].shard_rank == 0 else {}
+        # Flat views, which cost nothing: a frozen model is large, and is asked for a bucket at a time.
+        self._unowned = {name: value.detach().reshape(-1) for name, value in unowned.items()}
+        self.inexact = {name: value.detach() for name, value in unowned.items() if not _fp32_holds(value)}
+        """Of buffers and frozen parameters, those with values that fp32, and so the format, cannot hold, by name."""
+
+    def holding(self, transfer: Transfer, extent: Extent) -> torch.Tensor:
+        """The values of one transfer's holding; see :meth:`values`."""
+        return self.values(transfer.holding, extent.state)
+
+    def values(self, holding: Holding, state: StateSpec) -> torch.Tensor:
+        """The 1-D values of one of this rank's own holdings in a state.
+
+        What no optimizer owns comes as the model has it, on its device and in its dtype; copying it into a message or
+        an extent makes it fp32, as the stock converter writes it (ds_to_universal.main, "fp32_path").
+
+        Raises:
+            PlanError: the optimizer no longer has the state.
+        """
+        group, fragment = holding.group, holding.fragment
+        if group == UNOWNED:
+            return self._unowned[fragment.name]
+        states = self._groups[group]
+        if state.name not in states:
+            raise PlanError(f"the optimizer has no state {state.name} for parameter {fragment.name} any more.")
+        return states[state.name].narrow(0, fragment.partition_start, fragment.numel)
+
+
+def _fp32_holds(value: torch.Tensor) -> bool:
+    if value.itemsize <= 2 or value.dtype == torch.float32:  # also those whose values torch can hardly compare
+        return True
+    return not value.is_complex() and torch.equal(value.float().to(value.dtype).nan_to_num(), value.nan_to_num())

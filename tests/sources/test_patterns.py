@@ -1,0 +1,594 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What name patterns and attributes say, and which source is believed: pure, and against the stock converter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.affine import block_gather_map, contiguous_split_map, replicated_map
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.module_inject.layers import _build_param_uc_restore_meta
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from megads_ucp.errors import LayoutError
+from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.rule import Rule
+from megads_ucp.sources.attributes import rules_from_attributes
+from megads_ucp.sources.autotp import rules_from_autotp
+from megads_ucp.sources.megatron_core import rules_from_sharded_state_dict
+from megads_ucp.sources.patterns import PatternRules, rules_from_patterns
+from megads_ucp.sources.resolve import Claim, Resolution, Trust, resolve
+
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+def rebuild(layout: Layout, shards: list[torch.Tensor]) -> torch.Tensor:
+    """The full tensor from all TP ranks' shards, by the layout's own boxes."""
+    if layout.averaged:
+        return sum(shards[1:], shards[0]) / len(shards)
+    full = torch.empty(layout.numel, dtype=shards[0].dtype)
+    for rank, shard in enumerate(shards):
+        for box in layout.runs(rank, 0, shard.numel()):
+            box.full_view(full, 0).copy_(box.shard_view(shard.reshape(-1), 0))
+    return full.view(layout.shape)
+
+
+def read(info: dict[str, Any], **shapes: list[tuple[int, ...]]) -> PatternRules:
+    """rules_from_patterns for parameters whose names have underscores for dots."""
+    named = {name.replace("_", "."): shape for name, shape in shapes.items()}
+    return rules_from_patterns(info, list(named), named)
+
+
+def resolved(
+    patterns: PatternRules,
+    shapes: dict[str, list[tuple[int, ...]]],
+    *better: Claim,
+    unused: frozenset[str] | None = None,
+) -> Resolution:
+    return resolve(
+        list(shapes),
+        shapes,
+        [
+            *better,
+            Claim("name patterns", Trust.PATTERNS, patterns.stated, patterns.doubts),
+            Claim("default", Trust.DEFAULT, patterns.defaults),
+        ],
+        tp_degree=len(next(iter(shapes.values()))),
+        vocabulary=patterns.vocabulary,
+        unused_patterns=patterns.unused if unused is None else unused,
+    )
+
+
+# ------------------------------------------------------------------------------------------ against the stock converter
+
+
+def stock_merge(folder: Path, info: dict[str, Any], name: str, shards: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
+    """{state: contents of its .pt file} as merge_tp_slices makes them from one fragment per TP rank."""
+    for state, tensors in shards.items():
+        for rank, shard in enumerate(tensors):
+            flat = shard.reshape(-1)
+            ds_to_universal.dump_param_fragment(str(folder / "tmp"), rank, 0, state, flat, name, 0, flat.numel())
+    shapes = [tuple(shard.shape) for shard in shards["fp32"]]
+    ds_to_universal.merge_tp_slices(info, str(folder / "zero"), str(folder / "tmp"), len(shapes), (name, shapes))
+    return {state: torch.load(folder / "zero" / name / f"{state}.pt", weights_only=False) for state in STATES}
+
+
+def assert_like_stock(folder: Path, info: dict[str, Any], shapes: list[tuple[int, ...]], name: str = "m.w") -> Layout:
+    """Our rule for these shards makes the same tensors and metadata as the stock converter."""
+    patterns = rules_from_patterns(info, [name], {name: shapes})
+    layout = build_layout(name, resolved(patterns, {name: shapes}, unused=frozenset()).rules[name], shapes)
+    same = layout.replicated
+    generator = torch.Generator().manual_seed(len(shapes))
+    shards = {}
+    for state in STATES:
+        drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+        shards[state] = [drawn[0]] * len(shapes) if same else drawn
+    for state, contents in stock_merge(folder, info, name, shards).items():
+        param = contents.pop("param")
+        assert torch.equal(rebuild(layout, shards[state]).view_as(param), param)
+        assert plain(layout.metadata()) == plain(contents)
+    return layout
+
+
+def plain(value: Any) -> Any:
+    """Metadata with SubparamShape as a dict and lists as tuples: which of the two a client used does not matter."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(plain(item) for item in value)
+    return plain(vars(value)) if hasattr(value, "__dict__") else value
+
+
+degrees = st.integers(1, 4)
+sizes = st.integers(1, 5)
+
+
+@pytest.fixture
+def folders(tmp_path_factory):
+    """A fresh folder for each example of a hypothesis test."""
+    return lambda: tmp_path_factory.mktemp("merge")
+
+
+# Function-scoped fixtures are made once for all examples, which is all that `folders` needs.
+stock = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@stock
+@given(tp=degrees, shape=st.lists(sizes, min_size=1, max_size=3))
+def test_replicated_and_averaged_are_as_in_stock(folders, tp, shape):
+    shapes = [tuple(shape)] * tp
+    assert assert_like_stock(folders(), {"tp_replicated_parameter_patterns": ["m.w"]}, shapes).replicated
+    assert assert_like_stock(folders(), {"parameter_to_average_patterns": ["m.w"]}, shapes).averaged
+
+
+@stock
+@given(held=st.lists(sizes, min_size=1, max_size=4), other=sizes)
+def test_row_parallel_and_the_default_are_as_in_stock(folders, held, other):
+    rows = {"parameter_with_row_parallelism_patterns": ["m.w"]}
+    assert_like_stock(folders(), rows, [(other, width) for width in held])
+    assert_like_stock(
+        folders(), {"parameter_with_row_parallelism_patterns": ["n.w"]}, [(width, other) for width in held]
+    )
+
+
+@stock
+@given(halves=st.lists(sizes, min_size=1, max_size=4), other=st.lists(sizes, max_size=1))
+def test_two_halves_are_as_in_stock(folders, halves, other):
+    info = {"parameter_with_2_sub_params_cat_dim_0": ["m.w"]}
+    layout = assert_like_stock(folders(), info, [(2 * half, *other) for half in halves])
+    assert layout.metadata() == {"cat_dim": 0, "param_n_sub_params": 2}
+
+
+@stock
+@given(data=st.data(), tp=degrees, count=st.integers(1, 3), dim=st.integers(0, 1), other=sizes)
+def test_sub_parameters_with_shard_widths_are_as_in_stock(folders, data, tp, count, dim, other):
+    widths = [data.draw(st.lists(st.integers(0, 4), min_size=tp, max_size=tp).filter(any)) for _ in range(count)]
+    full: list[Any] = [other, other]
+    full[dim] = tuple(map(sum, widths))
+    if data.draw(st.booleans()):
+        full[1 - dim] = -1  # a placeholder
+    info = {
+        "universal_checkpoint_version": 0.4,
+        "parameter_with_sub_params": [{"patterns": ["m.w"], "shape": tuple(full), "partition_dim": dim}],
+        "sub_param_shard_widths": {"m.w": widths},
+    }
+    shapes = [tuple(sum(row[rank] for row in widths) if d == dim else other for d in (0, 1)) for rank in range(tp)]
+    assert_like_stock(folders(), info, shapes)
+
+
+@stock
+@given(tp=degrees, count=st.integers(1, 3), width=st.integers(1, 3), other=sizes)
+def test_counts_of_sub_parameters_in_old_info_are_as_in_stock(folders, tp, count, width, other):
+    info = {"parameter_with_sub_params": [{"patterns": ["m.w"], "shape": (count, -1), "partition_dim": 0}]}
+    layout = assert_like_stock(folders(), info, [(count * width, other)] * tp)
+    assert layout.rule.sub_sizes == (width * tp,) * count
+
+
+@stock
+@given(tp=degrees, heads=st.lists(sizes, min_size=1, max_size=3), head=st.integers(1, 3), other=sizes)
+def test_sub_parameters_told_as_a_view_are_as_in_stock(folders, tp, heads, head, other):
+    view = (tuple(tp * n for n in heads), head, other)
+    info = {"parameter_with_sub_params": [{"patterns": ["m.w"], "shape": view, "partition_dim": 0}]}
+    shapes: list[tuple[int, ...]] = [(sum(heads) * head, other)] * tp
+    layout = build_layout("m.w", read(info, m_w=shapes).stated["m.w"], shapes)
+    shards = {state: [torch.randn(shape) for shape in shapes] for state in STATES}
+    for state, contents in stock_merge(folders(), info, "m.w", shards).items():
+        # Stock leaves the tensor in the shape of the view; ours has the parameter's, and metadata to match.
+        assert torch.equal(rebuild(layout, shards[state]).view(contents["param"].shape), contents["param"])
+
+
+@stock
+@given(rows=st.lists(sizes, min_size=1, max_size=4), other=sizes, data=st.data())
+def test_vocabularies_are_cut_as_in_stock(folders, rows, other, data):
+    vocabulary = data.draw(st.integers(1, sum(rows)))
+    info = {"vocabulary_parameter_patterns": ["m.w"], "original_vocab_size": vocabulary}
+    info["tp_replicated_parameter_patterns"] = ["n.w"]  # a layout of some parameter, so that there is a default
+    layout = assert_like_stock(folders(), info, [(size, other) for size in rows])
+    assert layout.shape == (vocabulary, other)
+    assert layout.metadata() == {"cat_dim": 0, "vocab_tensor": True}
+
+
+@pytest.mark.parametrize("vocabulary", [None, 7])
+@pytest.mark.parametrize(
+    "affine",
+    [
+        replicated_map((7, 2), 2),
+        contiguous_split_map((7, 6), (4, 2), 1),
+        block_gather_map((8, 3), {0: [0, 3], 1: [1, 2]}, 2, 0),
+    ],
+)
+def test_affine_maps_come_first_as_in_stock(tmp_path, affine, vocabulary):
+    info: dict[str, Any] = {
+        "affine_map": {"version": 1, "params": {"^m\\.w$": affine.to_dict()}},
+        "parameter_with_row_parallelism_patterns": ["m.w"],  # for older converters
+        "universal_checkpoint_version": 0.4,
+    }
+    if vocabulary:
+        info |= {"vocabulary_parameter_patterns": ["m.w"], "original_vocab_size": vocabulary}
+    layout = assert_like_stock(tmp_path, info, [affine.shard_shapes[0], affine.shard_shapes[1]])
+    assert layout.metadata() == ({"vocab_tensor": True} if vocabulary else {})
+
+
+def test_affine_maps_of_a_later_format_are_refused():
+    with pytest.raises(LayoutError, match="version 9"):
+        read({"affine_map": {"version": 9, "params": {}}}, w=[(1,)])
+
+
+@pytest.mark.parametrize("shape", [(3, -1), ((5, 5, 5), 4)])
+def test_old_info_with_uneven_sub_parameters_is_refused_as_in_stock(tmp_path, shape):  # T7
+    info = {"parameter_with_sub_params": [{"patterns": ["m.w"], "shape": shape, "partition_dim": 0}]}
+    shapes: list[tuple[int, ...]] = [(9, 4), (6, 4)]
+    with pytest.raises(LayoutError, match=r"m\.w.*do not divide over 2 TP ranks") as error:
+        resolved(read(info, m_w=shapes), {"m.w": shapes})
+    assert "sub_param_shard_widths" in str(error.value)
+    with pytest.raises(AssertionError, match="not divisible"):
+        stock_merge(tmp_path, info, "m.w", {state: [torch.randn(shape) for shape in shapes] for state in STATES})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sub_param_shard_widths": {}}, "needs its sub_param_shard_widths"),
+        ({"sub_param_shard_widths": {"m.w": [[2, 2], [1, 2]]}}, "shard widths"),
+        ({"sub_param_shard_widths": {"m.w": [[2, 2], [1, 1]]}}, "do not fill"),
+    ],
+)
+def test_sub_parameters_that_do_not_fit_are_refused(change, reason):
+    shapes: list[tuple[int, ...]] = [(4, 4), (4, 4)]
+    info = {
+        "universal_checkpoint_version": 0.4,
+        "parameter_with_sub_params": [{"patterns": ["m.w"], "shape": ((4, 2), -1), "partition_dim": 0}],
+        **change,
+    }
+    with pytest.raises(LayoutError, match=reason):
+        resolved(read(info, m_w=shapes), {"m.w": shapes})
+
+
+def test_a_vocabulary_without_its_size_is_refused():
+    with pytest.raises(LayoutError, match="original_vocab_size"):
+        read({"vocabulary_parameter_patterns": ["m.w"]}, m_w=[(4, 4)])
+
+
+# ---------------------------------------------------------------------------------------------------- doubtful patterns
+
+
+def test_two_rules_for_one_parameter_are_a_doubt():  # T8
+    info = {"tp_replicated_parameter_patterns": [".*norm.*"], "parameter_with_row_parallelism_patterns": [r".*weight$"]}
+    shapes: dict[str, list[tuple[int, ...]]] = {"norm.weight": [(4, 4)] * 2}
+    patterns = rules_from_patterns(info, list(shapes), shapes)
+    with pytest.raises(LayoutError, match=r"norm\.weight.*several rules.*norm.*weight"):
+        resolved(patterns, shapes)
+    layers = Claim("layers", Trust.LAYERS, {"norm.weight": Rule("replicated", "the layer")})
+    assert resolved(patterns, shapes, layers).rules["norm.weight"].source == "the layer"
+
+
+def test_two_patterns_of_one_rule_are_none():
+    info = {"tp_replicated_parameter_patterns": [".*norm.*", ".*weight"]}
+    assert not read(info, norm_weight=[(4,)] * 2).doubts
+
+
+@pytest.mark.parametrize(
+    ("pattern", "victim", "why"),
+    [
+        ("h.0.norm.weight", "h.0.norm.weight_scale", "by its beginning only"),
+        ("h.0.norm.weight", "h.0xnorm.weight", "stands for any character"),
+        ("h.1", "h.10.norm.weight", "middle of a word"),
+        ("h.1.", "h.10.norm.weight", "stands for any character"),
+    ],
+)
+def test_a_pattern_that_matches_by_accident_is_a_doubt(pattern, victim, why):  # T8
+    shapes: dict[str, list[tuple[int, ...]]] = dict.fromkeys(["h.0.norm.weight", "h.1.norm.weight", victim], [(4,)] * 2)
+    info = {"tp_replicated_parameter_patterns": [pattern, r"h\.[01]\.norm\.weight$"]}
+    patterns = rules_from_patterns(info, list(shapes), shapes)
+    assert list(patterns.doubts) == [victim]
+    with pytest.raises(LayoutError, match=f"{re.escape(victim)}.*{re.escape(repr(pattern))} .*{why}"):
+        resolved(patterns, shapes)
+
+
+def test_a_vocabulary_that_matches_by_accident_is_a_doubt_and_not_cut():
+    shapes: dict[str, list[tuple[int, ...]]] = {"embed.weight": [(6, 2)] * 2, "embed.weight_g": [(6, 2)] * 2}
+    info = {"vocabulary_parameter_patterns": ["embed.weight"], "original_vocab_size": 11}
+    patterns = rules_from_patterns(info, list(shapes), shapes)
+    assert (dict(patterns.vocabulary), list(patterns.doubts)) == ({"embed.weight": 11}, ["embed.weight_g"])
+    rules = {name: Rule("split", "the layer", dim=0) for name in shapes}
+    chosen = resolved(patterns, shapes, Claim("layers", Trust.LAYERS, rules)).rules
+    assert [chosen[name].vocabulary_size for name in shapes] == [11, None]
+
+
+@pytest.mark.parametrize("pattern", ["model.norm", r".*norm\.", r"model\.(norm|bias).*", r"model\..+"])
+def test_patterns_for_a_whole_module_are_no_doubt(pattern):
+    shapes: dict[str, list[tuple[int, ...]]] = {"model.norm.weight": [(4,)] * 2, "model.norm.bias": [(4,)] * 2}
+    patterns = rules_from_patterns({"tp_replicated_parameter_patterns": [pattern]}, list(shapes), shapes)
+    assert not patterns.doubts
+    assert len(patterns.stated) == 2
+
+
+def test_what_megatron_deepspeed_sends_is_no_doubt():
+    """Its patterns (UniversalCheckpointInfo in megatron/model/gpt_model.py) are unanchored and have bare dots."""
+    layer = r"language_model.encoder.layers.\d+."
+    info = {
+        "vocabulary_parameter_patterns": [
+            "language_model.embedding.word_embeddings.weight",
+            "language_model.output_layer.weight",
+        ],
+        "tp_replicated_parameter_patterns": [
+            layer + "input_layernorm.weight",
+            layer + "post_attention_layernorm.weight",
+            "language_model.encoder.final_layernorm.weight",
+            layer + "self_attention.dense.bias",
+            layer + "mlp.dense_4h_to_h.bias",
+        ],
+        "parameter_with_row_parallelism_patterns": [
+            layer + "mlp.dense_4h_to_h.weight",
+            layer + "self_attention.dense.weight",
+        ],
+        "parameter_with_2_sub_params_cat_dim_0": [layer + "mlp.dense_h_to_4h.weight", layer + "mlp.dense_h_to_4h.bias"],
+        "original_vocab_size": 250,
+    }
+    matrices = ["self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "language_model.embedding.word_embeddings.weight": [(128, 8)] * 2,
+        "language_model.output_layer.weight": [(128, 8)] * 2,
+        "language_model.encoder.final_layernorm.weight": [(8,)] * 2,
+    }
+    for number in (0, 1, 10, 11):
+        prefix = f"language_model.encoder.layers.{number}."
+        shapes |= {f"{prefix}{matrix}.weight": [(8, 8)] * 2 for matrix in matrices}
+        shapes |= {f"{prefix}{matrix}.bias": [(8,)] * 2 for matrix in matrices}
+        shapes |= {f"{prefix}{norm}_layernorm.weight": [(8,)] * 2 for norm in ("input", "post_attention")}
+    patterns = rules_from_patterns(info, list(shapes), shapes)
+    assert not patterns.doubts
+    assert not patterns.unused
+    rules = resolved(patterns, shapes).rules
+    assert rules["language_model.encoder.layers.10.mlp.dense_4h_to_h.weight"].dim == 1
+    assert rules["language_model.encoder.layers.10.self_attention.query_key_value.bias"].dim == 0
+    assert rules["language_model.output_layer.weight"].vocabulary_size == 250
+
+
+def test_one_exact_pattern_per_parameter_is_read_in_linear_time():
+    names = [f"layers.{number}.weight" for number in range(20_000)]
+    info = {"tp_replicated_parameter_patterns": [f"^{re.escape(name)}$" for name in names]}
+    patterns = rules_from_patterns(info, names, {name: [(2,)] for name in names})
+    assert len(patterns.stated) == len(names)
+
+
+def test_info_that_names_no_layout_gives_no_default_under_tensor_parallelism():
+    info = {"universal_checkpoint_version": 0.4}  # what --inject_missing_state makes
+    assert not read(info, m_w=[(4, 4)] * 2).defaults
+    with pytest.raises(LayoutError, match=r"m\.w, shape \(4, 4\) on each of 2 TP ranks: no source describes it"):
+        resolved(read(info, m_w=[(4, 4)] * 2), {"m.w": [(4, 4)] * 2})
+    assert read(info, m_w=[(4, 4)]).defaults["m.w"] == Rule("split", "", dim=0)
+
+
+def test_a_mistyped_pattern_is_an_error_where_a_parameter_is_left_to_the_default():
+    info = {
+        "parameter_with_row_parallelism_patterns": [r"mlp\.fc2\.wieght"],
+        "tp_replicated_parameter_patterns": ["norm"],
+    }
+    shapes: dict[str, list[tuple[int, ...]]] = {"mlp.fc2.weight": [(4, 4)] * 2, "norm.weight": [(4,)] * 2}
+    patterns = rules_from_patterns(info, list(shapes), shapes)
+    with pytest.raises(LayoutError, match=r"mlp\.fc2\.weight.*wieght"):
+        resolved(patterns, shapes)
+    layers = Claim("layers", Trust.LAYERS, {"mlp.fc2.weight": Rule("split", "the layer", dim=1)})
+    assert resolved(patterns, shapes, layers).warnings == ()
+    # The pattern belongs to a parameter of another pipeline stage.
+    assert resolved(patterns, shapes, unused=frozenset()).rules["mlp.fc2.weight"].dim == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- resolution
+
+COLUMN, ROW = (Rule("split", f"dim {dim}", dim=dim) for dim in (0, 1))
+REPLICATED = Rule("replicated", "whole")
+AVERAGED = Rule("averaged", "drifting")
+HALVES = Rule("split", "halves", dim=0, sub_sizes=(4, 4), style="n_sub_params")
+QKV = Rule("split", "qkv", dim=0, sub_sizes=(4, 2, 2), style="sub_param_shape", sub_param_patterns=("w",))
+SHAPES = {"w": [(4, 8), (4, 8)]}
+
+
+def choose(*claims: tuple[Trust, Rule], shapes: dict[str, Any] = SHAPES, doubt: str | None = None) -> Resolution:
+    made = [Claim(rule.source, trust, {"w": rule}) for trust, rule in claims]
+    if doubt:
+        made[-1] = Claim(made[-1].source, made[-1].trust, made[-1].rules, {"w": doubt})
+    return resolve(["w"], shapes, made, tp_degree=len(shapes["w"]))
+
+
+def test_the_higher_trust_wins_and_says_so_once():
+    names = [f"layers.{number}.w" for number in range(30)]
+    result = resolve(
+        names,
+        {name: [(4, 8), (4, 8)] for name in names},
+        [
+            Claim("patterns", Trust.PATTERNS, dict.fromkeys(names, COLUMN)),
+            Claim("layers", Trust.LAYERS, {**dict.fromkeys(names, ROW), "layers.3.w": COLUMN}),
+        ],
+        tp_degree=2,
+    )
+    assert result.rules == {**dict.fromkeys(names, ROW), "layers.3.w": COLUMN}
+    (warning,) = result.warnings
+    assert "29 parameters" in warning
+    assert "layers.0.w, layers.1.w, layers.2.w and 26 more: dim 0 says split along dim 0, but dim 1 says" in warning
+
+
+def test_long_warnings_and_errors_are_cut():
+    names = [f"w{number}" for number in range(30)]
+    claims = [
+        Claim("patterns", Trust.PATTERNS, {name: Rule("replicated", f"pattern {name}") for name in names}),
+        Claim("layers", Trust.LAYERS, dict.fromkeys(names, ROW)),
+    ]
+    shapes: dict[str, list[tuple[int, ...]]] = {name: [(4, 8), (4, 8)] for name in names}
+    (warning,) = resolve(names, shapes, claims, tp_degree=2).warnings
+    assert len(warning.splitlines()) == 12
+    assert "and 20 more" in warning
+    with pytest.raises(LayoutError, match="and 20 more") as error:
+        resolve(names, shapes, [], tp_degree=2)
+    for way_out in ("tensor_model_parallel", "universal_checkpoint_info", "AutoTP"):
+        assert way_out in str(error.value)
+
+
+def test_equal_trust_must_agree():
+    assert choose((Trust.LAYERS, COLUMN), (Trust.LAYERS, Rule("split", "other", dim=0, sub_sizes=(8,)))).warnings == ()
+    with pytest.raises(LayoutError, match=r"dim 0 says split along dim 0, but whole says replicated.*trusted equally"):
+        choose((Trust.LAYERS, COLUMN), (Trust.LAYERS, REPLICATED))
+
+
+def test_a_default_is_overridden_without_a_word():
+    assert choose((Trust.DEFAULT, COLUMN), (Trust.PATTERNS, ROW)) == Resolution({"w": ROW}, ())
+
+
+def test_attributes_are_refined_but_layers_are_not():
+    assert choose((Trust.ATTRIBUTES, COLUMN), (Trust.PATTERNS, HALVES)) == Resolution({"w": HALVES}, ())
+    assert choose((Trust.ATTRIBUTES, COLUMN), (Trust.INTEGRATION, QKV)) == Resolution({"w": QKV}, ())
+    layers = choose((Trust.LAYERS, COLUMN), (Trust.PATTERNS, HALVES))
+    assert layers.rules == {"w": COLUMN}
+    assert "halves says split along dim 0 in sub-parameters of [4, 4]" in layers.warnings[0]
+    # Attributes that do see halves, and those that see another dimension, are not refined.
+    assert choose((Trust.ATTRIBUTES, HALVES), (Trust.PATTERNS, QKV)).rules == {"w": HALVES}
+    assert choose((Trust.ATTRIBUTES, ROW), (Trust.PATTERNS, HALVES)).rules == {"w": ROW}
+
+
+def test_only_the_next_source_refines():
+    result = choose((Trust.ATTRIBUTES, COLUMN), (Trust.INTEGRATION, COLUMN), (Trust.PATTERNS, HALVES))
+    assert result.rules == {"w": COLUMN}
+    assert len(result.warnings) == 1
+    result = choose((Trust.ATTRIBUTES, COLUMN), (Trust.INTEGRATION, QKV), (Trust.PATTERNS, HALVES))
+    assert result.rules == {"w": QKV}
+    assert len(result.warnings) == 1
+
+
+@pytest.mark.parametrize("trust", [Trust.LAYERS, Trust.ATTRIBUTES, Trust.INTEGRATION])
+def test_copies_that_a_client_says_drift_apart_are_averaged_whoever_calls_them_replicated(trust):
+    assert choose((trust, REPLICATED), (Trust.PATTERNS, AVERAGED)) == Resolution({"w": AVERAGED}, ())
+    # A lower source that calls them replicated as well was no more wrong than the highest.
+    lower = (Trust.PATTERNS, REPLICATED)
+    assert choose((Trust.LAYERS, REPLICATED), (Trust.INTEGRATION, AVERAGED), lower) == Resolution({"w": AVERAGED}, ())
+    # What is split cannot be averaged, and a doubtful word does not suffice.
+    split = choose((trust, COLUMN), (Trust.PATTERNS, AVERAGED))
+    assert (split.rules, len(split.warnings)) == ({"w": COLUMN}, 1)
+    doubtful = choose((trust, REPLICATED), (Trust.PATTERNS, AVERAGED), doubt="matched by accident")
+    assert (doubtful.rules, len(doubtful.warnings)) == ({"w": REPLICATED}, 1)
+
+
+def test_a_doubtful_refinement_is_neither_followed_nor_ignored():
+    with pytest.raises(LayoutError, match="in doubt: matched by accident"):
+        choose((Trust.ATTRIBUTES, COLUMN), (Trust.PATTERNS, HALVES), doubt="matched by accident")
+    assert choose((Trust.ATTRIBUTES, COLUMN), (Trust.PATTERNS, COLUMN), doubt="matched by accident").rules == {
+        "w": COLUMN
+    }
+
+
+def test_without_tensor_parallelism_whole_and_split_agree_but_dimensions_do_not():
+    shapes = {"w": [(8, 8)]}
+    assert choose((Trust.LAYERS, REPLICATED), (Trust.PATTERNS, COLUMN), shapes=shapes).warnings == ()
+    assert choose((Trust.LAYERS, ROW), (Trust.PATTERNS, REPLICATED), shapes=shapes) == Resolution({"w": ROW}, ())
+    assert choose((Trust.ATTRIBUTES, COLUMN), (Trust.PATTERNS, HALVES), shapes=shapes).rules == {"w": HALVES}
+    assert len(choose((Trust.LAYERS, ROW), (Trust.PATTERNS, HALVES), shapes=shapes).warnings) == 1
+
+
+def test_without_tensor_parallelism_nothing_needs_a_source():
+    result = resolve(["w", "scalar"], {"w": [(8, 8)], "scalar": [()]}, [], tp_degree=1)
+    assert build_layout("w", result.rules["w"], [(8, 8)]).metadata() == {"cat_dim": 0}
+    assert build_layout("scalar", result.rules["scalar"], [()]).shape == ()
+
+
+def test_affine_maps_are_compared_by_where_they_put_elements():
+    def says(affine: Any) -> Rule:
+        return Rule("affine", "a map", affine=affine.to_dict())
+
+    column = contiguous_split_map((8, 8), (4, 4), 0)
+    assert choose((Trust.LAYERS, says(column)), (Trust.PATTERNS, COLUMN)).warnings == ()
+    assert len(choose((Trust.LAYERS, says(column)), (Trust.PATTERNS, ROW)).warnings) == 1
+    assert choose((Trust.LAYERS, says(replicated_map((4, 8), 2))), (Trust.PATTERNS, REPLICATED)).warnings == ()
+    interleaved = block_gather_map((8, 8), {0: [0, 2], 1: [1, 3]}, 2, 0)
+    assert len(choose((Trust.LAYERS, says(interleaved)), (Trust.PATTERNS, COLUMN)).warnings) == 1
+    assert choose((Trust.ATTRIBUTES, COLUMN), (Trust.INTEGRATION, says(interleaved))).rules["w"].kind == "affine"
+
+
+def test_a_vocabulary_is_cut_whoever_describes_the_geometry():
+    shapes: dict[str, Any] = {"w": [(4, 8), (4, 8)]}
+    claims = [Claim("layers", Trust.LAYERS, {"w": COLUMN})]
+    rule = resolve(["w"], shapes, claims, tp_degree=2, vocabulary={"w": 5}).rules["w"]
+    assert build_layout("w", rule, shapes["w"]).shape == (5, 8)
+
+
+# ---------------------------------------------------------------------------------------------------------- attributes
+
+
+def parameter(*shape: int, **attributes: Any) -> nn.Parameter:
+    made = nn.Parameter(torch.zeros(shape))
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+@settings(deadline=None)  # the first example imports megatron-core
+@given(tp=degrees, stride=st.integers(1, 3), width=st.integers(1, 3), other=sizes, dim=st.integers(0, 1))
+def test_attributes_describe_what_megatron_cuts(tp, stride, width, other, dim):
+    layers = pytest.importorskip("megatron.core.tensor_parallel.layers")
+    full = [other, other]
+    full[dim] = tp * stride * width
+    drawn = torch.randn(full)
+    weights = []
+    for rank in range(tp):
+        shape = list(full)
+        shape[dim] //= tp
+        weights.append(parameter(*shape))
+        layers._initialize_affine_weight_cpu(
+            weights[-1], *full, shape[dim], dim, lambda t: t.copy_(drawn), stride=stride, rank=rank, world_size=tp
+        )
+    (rule,) = {rules_from_attributes({"w": weight}, tp)["w"] for weight in weights}
+    layout = build_layout("w", rule, [tuple(weight.shape) for weight in weights])
+    assert torch.equal(rebuild(layout, [weight.detach() for weight in weights]), drawn)
+
+
+def test_attributes_set_to_false_mean_replicated_if_any_are_true():
+    norm = parameter(4, tensor_model_parallel=False, partition_dim=-1, partition_stride=1, sequence_parallel=True)
+    column = parameter(4, 4, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    bare, autotp = parameter(4), parameter(4, tensor_model_parallel=True)
+    rules = rules_from_attributes({"norm": norm, "column": column, "bare": bare, "autotp": autotp}, 2)
+    assert {name: rule.kind for name, rule in rules.items()} == {"norm": "replicated", "column": "split"}
+    assert rules_from_attributes({"norm": norm, "bare": bare}, 2) == {}
+
+
+def test_attributes_that_do_not_fit_are_refused():
+    with pytest.raises(LayoutError, match=r"bias.*partition_dim 1"):
+        rules_from_attributes({"bias": parameter(4, tensor_model_parallel=True, partition_dim=1)}, 2)
+
+
+# ---------------------------------------------------------------------------------------------------- no layers to ask
+
+
+def test_a_plain_module_has_nothing_to_say():
+    module = nn.Linear(3, 3)
+    named = dict(module.named_parameters())
+    assert rules_from_sharded_state_dict(module, named).rules == {}
+    assert rules_from_autotp(module, named) == {}
+
+
+def test_a_layout_that_autotp_cannot_describe_is_refused_in_its_words():
+    module = nn.Linear(3, 3)
+    meta = _build_param_uc_restore_meta(partition_type="column", unsupported_reason="too clever by half")
+    setattr(module.weight, DS_AUTOTP_UC_META, meta)
+    with pytest.raises(LayoutError, match="weight: too clever by half"):
+        rules_from_autotp(module, dict(module.named_parameters()))
+
+
+def test_what_autotp_split_without_a_map_goes_by_its_sizes():
+    """AutoTP._slice_embedding (deepspeed/module_inject/auto_tp.py) records this, and no affine map."""
+    full = torch.randn(5, 6)
+    module = nn.Embedding(5, 4)
+    meta = _build_param_uc_restore_meta(
+        partition_type="row", partition_dim=1, logical_shape=(5, 6), partition_sizes=[4, 2], original_shape=(5, 6)
+    )
+    setattr(module.weight, DS_AUTOTP_UC_META, meta)
+    rule = rules_from_autotp(module, dict(module.named_parameters()))["weight"]
+    layout = build_layout("weight", rule, [(5, 4), (5, 2)])
+    assert torch.equal(rebuild(layout, list(full.split([4, 2], dim=1))), full)
+    assert layout.metadata() == {"cat_dim": 1}  # as the stock converter writes for the pattern that AutoTP publishes

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing, reading and verifying single checkpoint files."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import pickle
+import random
+import shutil
+import zipfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megads_ucp.errors import StorageError
+from megads_ucp.storage import (
+    BLOCK_BYTES,
+    MANIFEST,
+    FileRecord,
+    bytes_read,
+    frame,
+    open_tensor,
+    payload_crc32,
+    read_manifest,
+    read_object,
+    reset_bytes_read,
+    verify_file,
+    write_extent,
+    write_file,
+    write_frame,
+    write_manifest,
+    write_object,
+)
+from tests.support.children import exit_code, start_child
+
+
+def write_whole(path: Path, tensor: torch.Tensor, **metadata: object) -> FileRecord:
+    framed = frame(tuple(tensor.shape), tensor.dtype, metadata)
+    return FileRecord.of_tensor(framed, [write_file(path, framed, tensor, root=path.parent)])
+
+
+# ---- writing
+
+
+def test_extents_written_by_several_processes_in_any_order_make_the_same_file(tmp_path):
+    tensor = torch.randn(3 * BLOCK_BYTES // 4 + 1001)
+    data = tensor.view(torch.uint8)
+    framed = frame(tuple(tensor.shape), tensor.dtype, {"cat_dim": 0})
+    write_file(tmp_path / "whole.pt", framed, tensor)
+    cuts = [0, 8, BLOCK_BYTES + 8, BLOCK_BYTES + 40, 3 * BLOCK_BYTES, data.numel()]
+
+    for seed in range(3):
+        path = tmp_path / f"split{seed}.pt"
+        pieces = list(itertools.pairwise(cuts))
+        random.Random(seed).shuffle(pieces)
+
+        def writer(start, stop, path=path):
+            extent = write_extent(path, framed, start, data[start:stop], root=tmp_path)
+            (tmp_path / f"{path.name}.{start}").write_bytes(pickle.dumps(extent))
+
+        children = [start_child(partial(writer, start, stop)) for start, stop in pieces]
+        assert [exit_code(child) for child in children] == [0] * len(pieces)
+        extents = [pickle.loads((tmp_path / f"{path.name}.{start}").read_bytes()) for start, _ in pieces]
+        write_frame(path, framed, payload_crc32(extents))
+
+        assert path.read_bytes() == (tmp_path / "whole.pt").read_bytes()
+        verify_file(path, FileRecord.of_tensor(framed, extents))
+
+
+def test_a_frame_may_come_before_its_extents(tmp_path):
+    tensor = torch.arange(100.0)
+    whole = write_file(tmp_path / "whole.pt", framed := frame((100,), tensor.dtype, {}), tensor)
+    write_frame(tmp_path / "split.pt", framed, whole.crc32)
+    write_extent(tmp_path / "split.pt", framed, 200, tensor[50:])
+    write_extent(tmp_path / "split.pt", framed, 0, tensor[:50])
+    assert (tmp_path / "split.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
+
+
+def test_a_record_tells_where_the_payload_is(tmp_path):
+    tensor = torch.randn(7, 9).to(torch.bfloat16)
+    record = write_whole(tmp_path / "a.pt", tensor)
+    payload = (tmp_path / "a.pt").read_bytes()[record.payload_offset :][: record.payload_bytes]
+    assert payload == tensor.view(torch.uint8).numpy().tobytes()
+    assert (record.path, record.dtype, record.shape) == ("a.pt", "bfloat16", (7, 9))
+    assert record.payload_offset % 64 == 0
+
+
+def test_bytes_may_stand_for_a_tensor(tmp_path):
+    write_file(tmp_path / "a.pt", frame((2,), torch.int64, {}), memoryview(bytes([1, *[0] * 7, 2, *[0] * 7])))
+    assert torch.load(tmp_path / "a.pt")["param"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("start", "numel"),
+    [(-4, 1), (0, 11), (40, 1)],
+)
+def test_an_extent_outside_its_file_is_refused(tmp_path, start, numel):
+    with pytest.raises(ValueError, match=r"a\.pt: .* do not fit the 40 bytes"):
+        write_extent(tmp_path / "a.pt", frame((10,), torch.float32, {}), start, torch.zeros(numel))
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_a_payload_of_another_size_or_not_contiguous_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="do not fill"):
+        write_file(tmp_path / "a.pt", frame((10,), torch.float32, {}), torch.zeros(9))
+    with pytest.raises(ValueError, match="contiguous"):
+        write_file(tmp_path / "a.pt", frame((2, 2), torch.float32, {}), torch.zeros(2, 2).T)
+
+
+def test_objects_keep_their_content(tmp_path):
+    content: dict[str, Any] = {"step": torch.tensor(7.0), "param_groups": [{"lr": 0.1}], "shared": [torch.ones(3)] * 2}
+    record = FileRecord.of_object(write_object(tmp_path / "optimizer_state.pt", content, root=tmp_path))
+    verify_file(tmp_path / "optimizer_state.pt", record)
+    assert zipfile.ZipFile(tmp_path / "optimizer_state.pt").testzip() is None
+    loaded = read_object(tmp_path / "optimizer_state.pt")
+    assert torch.equal(loaded["step"], content["step"]) and loaded["param_groups"] == [{"lr": 0.1}]
+    assert loaded["shared"][0] is loaded["shared"][1]
+
+
+def test_a_full_disk_is_reported_with_path_reason_and_cause():
+    with pytest.raises(StorageError, match=r"cannot write /dev/full: No space left on device .*free space") as caught:
+        write_file(Path("/dev/full"), frame((10,), torch.float32, {}), torch.zeros(10))
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("write", ["file", "extent", "frame", "object", "manifest"])
+def test_a_vanished_directory_is_reported(tmp_path, write):
+    path, framed = tmp_path / "gone" / "a.pt", frame((10,), torch.float32, {})
+    with pytest.raises(StorageError, match=r"cannot write .*gone.*deleted meanwhile"):
+        {
+            "file": lambda: write_file(path, framed, torch.zeros(10)),
+            "extent": lambda: write_extent(path, framed, 0, torch.zeros(10)),
+            "frame": lambda: write_frame(path, framed, 0),
+            "object": lambda: write_object(path, 1),
+            "manifest": lambda: write_manifest(path.parent, {}),
+        }[write]()
+
+
+def test_a_directory_in_the_way_is_reported(tmp_path):
+    (tmp_path / "a.pt").mkdir()
+    with pytest.raises(StorageError, match=r"a\.pt: Is a directory"):
+        write_object(tmp_path / "a.pt", 1)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_modes_follow_the_umask(tmp_path, umask):
+    previous = os.umask(umask)
+    try:
+        write_whole(tmp_path / "a.pt", torch.zeros(3))
+        write_object(tmp_path / "b.pt", 1)
+        write_manifest(tmp_path, {})
+    finally:
+        os.umask(previous)
+    assert {os.stat(path).st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~umask}
+
+
+# ---- verifying
+
+
+def flip(path: Path, bit: int) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(bit // 8)
+        byte = stream.read(1)[0]
+        stream.seek(bit // 8)
+        stream.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def test_a_flipped_bit_is_found_in_any_byte(tmp_path):
+    path = tmp_path / "a.pt"
+    record = write_whole(path, torch.randn(5, 4), cat_dim=0)
+    for byte in range(record.nbytes):
+        bit = 8 * byte + byte % 7
+        flip(path, bit)
+        with pytest.raises(StorageError, match=r"a\.pt is damaged"):
+            verify_file(path, record)
+        flip(path, bit)
+    verify_file(path, record)
+
+
+def test_the_damaged_block_is_named(tmp_path):
+    path = tmp_path / "a.pt"
+    record = write_whole(path, torch.zeros(BLOCK_BYTES // 4 * 2 + 5))
+    begin = record.payload_offset + BLOCK_BYTES
+    flip(path, 8 * (begin + 77))
+    with pytest.raises(StorageError, match=rf"a\.pt is damaged: .*bytes \[{begin}, {begin + BLOCK_BYTES}\)"):
+        verify_file(path, record)
+
+
+def test_missing_truncated_and_overlong_files_are_found(tmp_path):
+    path = tmp_path / "a.pt"
+    record = write_whole(path, torch.randn(50))
+    with open(path, "ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(StorageError, match=r"a\.pt is too long"):
+        verify_file(path, record)
+    os.truncate(path, record.nbytes - 1)
+    with pytest.raises(StorageError, match=r"a\.pt is truncated"):
+        verify_file(path, record)
+    path.unlink()
+    with pytest.raises(StorageError, match=r"cannot read .*a\.pt: No such file"):
+        verify_file(path, record)
+
+
+def test_a_file_of_another_export_is_found(tmp_path):
+    record = write_whole(tmp_path / "a.pt", torch.zeros(50))
+    write_whole(tmp_path / "a.pt", torch.ones(50))
+    with pytest.raises(StorageError, match=r"a\.pt is damaged"):
+        verify_file(tmp_path / "a.pt", record)
+
+
+def test_records_pass_through_json(tmp_path):
+    records = [
+        write_whole(tmp_path / "a.pt", torch.zeros(50)),
+        write_whole(tmp_path / "b.pt", torch.zeros(0, 3, dtype=torch.int64)),
+        FileRecord.of_object(write_object(tmp_path / "c.pt", {})),
+    ]
+    for record in records:
+        assert FileRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def test_a_malformed_record_is_refused(tmp_path):
+    good = write_whole(tmp_path / "a.pt", torch.zeros(50)).to_json()
+    for broken in (
+        {key: value for key, value in good.items() if key != "extents"},
+        {**good, "extents": [[0, 100, [1]]]},  # of 200 bytes
+        {**good, "extents": [[0, 200, []]]},
+        {**good, "extents": 5},
+        {**good, "surprise": 1},
+    ):
+        with pytest.raises(StorageError, match=r"a\.pt"):
+            FileRecord.from_json(broken)
+
+
+def test_extents_with_a_gap_an_overlap_or_of_two_files_make_no_record(tmp_path):
+    framed = frame((10,), torch.float32, {})
+    a, b = (write_extent(tmp_path / "a.pt", framed, start, torch.zeros(5), root=tmp_path) for start in (0, 20))
+    FileRecord.of_tensor(framed, [b, a])
+    for wrong in (
+        [a],
+        [b],
+        [a, a, b],
+        [a, dataclasses.replace(b, start=16)],
+        [a, dataclasses.replace(b, path="b.pt")],
+        [],
+    ):
+        with pytest.raises(StorageError):
+            FileRecord.of_tensor(framed, wrong)
+
+
+def test_a_manifest_returns_what_it_was_given(tmp_path):
+    write_manifest(tmp_path, {"files": {"a": 1}})
+    assert read_manifest(tmp_path)["files"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "cannot read"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"format": "megads_ucp manifest", "format_ver', "not JSON"),
+        (b"[]", "written by something else"),
+        (b'{"files": []}', "written by something else"),
+        (b'{"format": "megads_ucp manifest", "format_version": 99}', "version 99.*install a newer"),
+    ],
+)
+def test_a_bad_manifest_is_named(tmp_path, content, complaint):
+    if content is not None:
+        (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(StorageError, match=rf"(?s){MANIFEST}.*") as caught:
+        read_manifest(tmp_path)
+    assert caught.match(complaint)
+
+
+# ---- reading
+
+
+@st.composite
+def views(draw) -> torch.Tensor:
+    """A tensor as the stock converter may save it: any view of a larger storage."""
+    base = torch.arange(draw(st.integers(1, 400)), dtype=draw(st.sampled_from([torch.float32, torch.int16])))
+    shape = draw(st.lists(st.integers(1, 5), max_size=3))
+    room = base.numel() - 1
+    strides = []
+    for size in shape:
+        stride = draw(st.integers(0, room // (size - 1))) if size > 1 else draw(st.integers(0, 9))
+        strides.append(stride)
+        room -= (size - 1) * stride
+    return base.as_strided(shape, strides, draw(st.integers(0, room)))
+
+
+@given(view=views(), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_ranges_of_any_view_are_read_in_logical_order(tmp_path_factory, view, data):
+    path = tmp_path_factory.getbasetemp() / "view.pt"
+    torch.save({"param": view}, path)
+    file = open_tensor(path)
+    assert (file.shape, file.dtype, file.strides) == (tuple(view.shape), view.dtype, view.stride())
+    start = data.draw(st.integers(0, view.numel()))
+    numel = data.draw(st.integers(0, view.numel() - start))
+    out = file.read(start, numel, torch.empty(numel, dtype=view.dtype))
+    assert torch.equal(out, view.reshape(-1)[start : start + numel])
+
+
+def test_a_vocabulary_cut_by_the_stock_converter_is_one_contiguous_read(tmp_path):
+    padded = torch.randn(256, 16)
+    torch.save({"param": padded[:250], "vocab_tensor": True}, tmp_path / "fp32.pt")
+    file = open_tensor(tmp_path / "fp32.pt")
+    assert file.contiguous and file.numel == 250 * 16 and file.metadata == {"vocab_tensor": True}
+    assert torch.equal(file.read(249 * 16, 16, torch.empty(16)), padded[249])
+
+
+def test_only_the_bytes_asked_for_are_read(tmp_path):
+    tensor = torch.randn(100, 100)
+    write_whole(tmp_path / "a.pt", tensor)
+    file = open_tensor(tmp_path / "a.pt")
+    reset_bytes_read()
+    out = file.read_runs([(5, 10), (15, 10), (9000, 3), (0, 2), (40, 0)], torch.empty(25))
+    flat = tensor.view(-1)
+    assert torch.equal(out, torch.cat([flat[5:25], flat[9000:9003], flat[:2]]))
+    assert bytes_read() == 100
+
+
+def test_reads_outside_the_tensor_or_into_the_wrong_place_are_refused(tmp_path):
+    write_whole(tmp_path / "a.pt", torch.zeros(10))
+    file = open_tensor(tmp_path / "a.pt")
+    for start, numel, out in (
+        (5, 6, torch.empty(6)),
+        (-1, 2, torch.empty(2)),
+        (0, 2, torch.empty(3)),
+        (0, 2, torch.empty(2).half()),
+    ):
+        with pytest.raises(ValueError, match=r"a\.pt"):
+            file.read(start, numel, out)
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_reported(tmp_path):
+    write_whole(tmp_path / "a.pt", torch.zeros(1000))
+    file = open_tensor(tmp_path / "a.pt")
+    os.truncate(tmp_path / "a.pt", file.payload_offset + 400)
+    assert file.read(0, 100, torch.empty(100)).count_nonzero() == 0
+    with pytest.raises(StorageError, match=r"a\.pt is truncated"):
+        file.read(0, 101, torch.empty(101))
+    (tmp_path / "a.pt").unlink()
+    with pytest.raises(StorageError, match=r"cannot read .*a\.pt"):
+        file.read(0, 1, torch.empty(1))
+
+
+def test_a_file_truncated_anywhere_is_refused_by_name(tmp_path):
+    path = tmp_path / "a.pt"
+    record = write_whole(path, torch.randn(30), cat_dim=0)
+    for size in range(record.nbytes - 1, -1, -7):
+        os.truncate(path, size)
+        with pytest.raises(StorageError, match=r"a\.pt"):
+            open_tensor(path)
+
+
+def legacy(path: Path) -> None:
+    torch.save({"param": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
+
+
+def plain_zip(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("hello.txt", "hello")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: None,
+        lambda path: path.mkdir(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"# not a checkpoint\n"),
+        lambda path: path.write_bytes(pickle.dumps({"param": 1}, protocol=2)),
+        plain_zip,
+        legacy,
+        lambda path: torch.save([torch.zeros(3)], path),
+        lambda path: torch.save({"weight": torch.zeros(3)}, path),
+        lambda path: torch.save({"param": 3}, path),
+        lambda path: torch.save({"param": torch.zeros(3), "step": torch.zeros(3)}, path),
+        lambda path: torch.save({"param": torch.zeros(3, 3).to_sparse()}, path),
+    ],
+    ids=[
+        *("missing", "directory", "empty", "text", "pickle", "zip"),
+        *("legacy", "list", "keys", "scalar", "tensors", "sparse"),
+    ],
+)
+def test_foreign_files_are_refused_by_name(tmp_path, make):
+    make(tmp_path / "foreign.pt")
+    with pytest.raises(StorageError, match=r"foreign\.pt"):
+        open_tensor(tmp_path / "foreign.pt")
+
+
+class Bomb:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("look", [open_tensor, read_object])
+def test_looking_at_a_file_never_runs_its_code(tmp_path, look):
+    torch.save({"param": torch.zeros(3), "cat_dim": Bomb(f"touch {tmp_path}/ran")}, tmp_path / "bomb.pt")
+    with pytest.raises(StorageError, match=r"bomb\.pt needs posix\.system to load, which was not run"):
+        look(tmp_path / "bomb.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_stock_loader_reads_a_file_after_it_was_moved(tmp_path):
+    write_whole(tmp_path / "a.pt", torch.ones(3))
+    shutil.move(tmp_path / "a.pt", tmp_path / "exp_avg.pt")
+    assert torch.load(tmp_path / "exp_avg.pt", mmap=True)["param"].tolist() == [1, 1, 1]
