@@ -20,7 +20,7 @@ from deepspeed.checkpoint.constants import ORIGINAL_VOCAB_SIZE
 from megads_ucp.engine.state import Coordinates
 from megads_ucp.errors import LayoutError, PlanError
 from megads_ucp.layout.build import build_layout
-from megads_ucp.layout.layout import Layout, check_unscaled
+from megads_ucp.layout.layout import Layout
 from megads_ucp.layout.partition import FlatGroup, Fragment
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.types import Holding, StateSpec, Subject
@@ -212,7 +212,7 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
         states = first.groups[index].states
         for state, _ in states:
             if state != MASTER:
-                check_unscaled(layout, state)
+                layout.check_unscaled(state)
         specs = tuple(StateSpec(n, dtype, torch.float32 if n == MASTER else dtype) for n, dtype in states)
         holdings = tuple(
             Holding(peer.groups[other].ranks[shard_rank], peer.coordinates.tp_rank, other, fragment)

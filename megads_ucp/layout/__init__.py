@@ -1,2 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: how a parameter's tensor-parallel shards make the full parameter, and back."""
+"""How a parameter's tensor-parallel shards make the full parameter, and back. Pure: integers, shapes and strides.
+
+partition.py  which elements of which parameter each rank holds of a group's flat buffer
+rule.py       Rule, one source's claim about one parameter
+build.py      Rule + shard shapes -> Layout
+layout.py     Layout: where every element of every shard lies in the full tensor
+boxes.py      the arithmetic of strided boxes
+coverage.py   proof that shards and full tensor account for each other exactly
+attention.py  the two row orders of a fused query-key-value projection
+info.py       Layouts -> DeepSpeed's universal_checkpoint_info (format 0.4)
+"""

@@ -13,10 +13,11 @@ Offsets and strides count elements. Pure but for the two ``*_view`` methods, whi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
+from deepspeed.checkpoint.affine import AffinePiece
 
 from megads_ucp.errors import LayoutError
 
@@ -28,8 +29,11 @@ class Box:
     """Elements that keep their arrangement between the full tensor and one rank's shard.
 
     Element ``index`` lies at ``full_offset + index . full_strides`` of the flattened full tensor and at
-    ``shard_offset + index . shard_strides`` of the flattened shard. The shard holds ``full * scale``
-    (``AffinePiece.scale``). ``holders`` are the TP ranks that hold a copy of these elements, ascending.
+    ``shard_offset + index . shard_strides`` of the flattened shard.
+
+    Attributes:
+        scale: the shard holds ``full * scale`` (``AffinePiece.scale``).
+        holders: the TP ranks that hold a copy of these elements, ascending.
     """
 
     shape: Ints
@@ -39,6 +43,22 @@ class Box:
     shard_strides: Ints
     scale: float = 1.0
     holders: Ints = ()
+
+    @classmethod
+    def from_piece(cls, piece: AffinePiece) -> Box:
+        return cls(
+            piece.shape,
+            piece.source_offset,
+            piece.source_strides,
+            piece.dest_offset,
+            piece.dest_strides,
+            piece.scale,
+            tuple(sorted(piece.locations)),
+        )
+
+    def to_piece(self) -> AffinePiece:
+        full, shard = (self.full_offset, self.full_strides), (self.shard_offset, self.shard_strides)
+        return AffinePiece(self.shape, *full, *shard, self.holders, self.scale)
 
     @property
     def numel(self) -> int:
@@ -57,14 +77,16 @@ class Box:
     def full_view(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
         """View of the box in ``buffer`` (1-D), which holds full elements ``[start, start + len(buffer))``.
 
-        Raises LayoutError when the box reaches outside the buffer.
+        Raises:
+            LayoutError: the box reaches outside the buffer.
         """
         return _view(buffer, start, self.shape, self.full_strides, self.full_span, "full tensor")
 
     def shard_view(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
         """View of the box in ``buffer`` (1-D), which holds shard elements ``[start, start + len(buffer))``.
 
-        Raises LayoutError when the box reaches outside the buffer.
+        Raises:
+            LayoutError: the box reaches outside the buffer.
         """
         return _view(buffer, start, self.shape, self.shard_strides, self.shard_span, "shard")
 
@@ -98,7 +120,7 @@ def clip_shard(box: Box, start: int, stop: int) -> tuple[Box, ...]:
 
 
 def joined(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """The same elements in fewer boxes: neighbours merged, then each box with as few axes as possible.
+    """The same elements in fewer boxes: neighbours merged, then each box packed into as few axes as possible.
 
     Sub-parameters are cut into one piece each even where one rank holds them all; merged, the shard is one run again.
     """
@@ -114,53 +136,38 @@ def joined(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 def _merge(left: Box, right: Box) -> Box | None:
     """One box for both, if ``right`` continues ``left`` along one axis on both sides."""
-    if (left.full_strides, left.shard_strides, left.scale, left.holders) != (
-        right.full_strides,
-        right.shard_strides,
-        right.scale,
-        right.holders,
-    ):
+    if replace(left, shape=right.shape, full_offset=right.full_offset, shard_offset=right.shard_offset) != right:
         return None
     step = (right.full_offset - left.full_offset, right.shard_offset - left.shard_offset)
     for axis, size in enumerate(left.shape):
         others_agree = left.shape[:axis] + left.shape[axis + 1 :] == right.shape[:axis] + right.shape[axis + 1 :]
         if others_agree and step == (size * left.full_strides[axis], size * left.shard_strides[axis]):
-            shape = (*left.shape[:axis], size + right.shape[axis], *left.shape[axis + 1 :])
-            return Box(
-                shape,
-                left.full_offset,
-                left.full_strides,
-                left.shard_offset,
-                left.shard_strides,
-                left.scale,
-                left.holders,
-            )
+            return replace(left, shape=(*left.shape[:axis], size + right.shape[axis], *left.shape[axis + 1 :]))
     return None
 
 
 def _coalesce(box: Box) -> Box:
-    """The same elements with axes of one element dropped and axes that run on from one another joined."""
-    axes = [axis for axis in zip(box.shape, box.full_strides, box.shard_strides, strict=True) if axis[0] > 1]
-    axes.sort(key=lambda axis: axis[2], reverse=True)
-    packed: list[tuple[int, int, int]] = []
-    for size, full, shard in axes:
-        if packed and packed[-1][1] == full * size and packed[-1][2] == shard * size:
-            packed[-1] = (packed[-1][0] * size, full, shard)
-        else:
-            packed.append((size, full, shard))
-    return Box(
-        tuple(size for size, _, _ in packed),
-        box.full_offset,
-        tuple(full for _, full, _ in packed),
-        box.shard_offset,
-        tuple(shard for _, _, shard in packed),
-        box.scale,
-        box.holders,
-    )
+    shape, full, shard = pack_axes(box.shape, box.full_strides, box.shard_strides)
+    return replace(box, shape=shape, full_strides=full, shard_strides=shard)
 
 
-# One part of a cut box: shape; offset and strides on the side that was cut; offset and strides on the other side.
+def pack_axes(shape: Ints, *strides: Ints) -> tuple[Ints, ...]:
+    """Shape and strides of the same elements with as few axes as possible, by descending last strides.
+
+    Axes of one element are dropped, and axes that run on from one another are joined.
+    """
+    axes = [axis for axis in zip(shape, *strides, strict=True) if axis[0] > 1]
+    axes.sort(key=lambda axis: axis[-1], reverse=True)
+    packed: list[Ints] = []
+    for size, *steps in axes:
+        if packed and packed[-1][1:] == tuple(size * step for step in steps):
+            size *= packed.pop()[0]
+        packed.append((size, *steps))
+    return tuple(tuple(axis[column] for axis in packed) for column in range(1 + len(strides)))
+
+
 Part = tuple[Ints, int, Ints, int, Ints]
+"""One part of a cut box: shape; offset and strides on the side that was cut; offset and strides on the other side."""
 
 
 def cut(shape: Ints, near: int, near_strides: Ints, far: int, far_strides: Ints, start: int, stop: int) -> list[Part]:
@@ -172,7 +179,7 @@ def cut(shape: Ints, near: int, near_strides: Ints, far: int, far_strides: Ints,
             tuple(values[axis] for axis in order) for values in (shape, near_strides, far_strides)
         )
         if not _ascends(shape, near_strides):
-            # Rows that interlock (strides 3 and 2, say): no order of axes ascends, so the rows are taken singly.
+            # Rows that interlock (strides 3 and 2, say): no order of axes ascends, so rows are cut one by one.
             for row in range(shape[0]):
                 origin, target = near + row * near_strides[0], far + row * far_strides[0]
                 parts += cut(shape[1:], origin, near_strides[1:], target, far_strides[1:], start, stop)
@@ -185,11 +192,11 @@ def cut(shape: Ints, near: int, near_strides: Ints, far: int, far_strides: Ints,
 
 def _ascends(shape: Ints, strides: Ints) -> bool:
     """Whether index order is strictly ascending address order."""
-    reach = 0
+    inner = 0
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if stride <= reach:
+        if stride <= inner:
             return False
-        reach += (size - 1) * stride
+        inner += (size - 1) * stride
     return True
 
 
@@ -238,10 +245,16 @@ def _take(
 
 def reach(shape: Ints, strides: Ints) -> int:
     """Distance from the first address of a non-empty box to one past its last."""
-    reach = 1
-    for size, stride in zip(shape, strides, strict=True):
-        reach += (size - 1) * stride
-    return reach
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def index_of(address: int, shape: Ints) -> Ints:
+    """The index of element number ``address`` of a row-major tensor."""
+    index = []
+    for size in reversed(shape):
+        address, position = divmod(address, size)
+        index.append(position)
+    return tuple(reversed(index))
 
 
 def _view(
@@ -250,7 +263,7 @@ def _view(
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise LayoutError(f"A box needs a contiguous 1-D buffer of the {side}, not one of shape {tuple(buffer.shape)}.")
     if span[0] < start or span[1] > start + buffer.numel():
-        # as_strided looks at the storage, not at the view: it would read a neighbour's elements without a word.
+        # as_strided looks at the storage, not at the view: it would silently read a neighbour's elements.
         raise LayoutError(
             f"A box spans elements [{span[0]}, {span[1]}) of the {side}, outside the buffer, "
             f"which holds [{start}, {start + buffer.numel()})."

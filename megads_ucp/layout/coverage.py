@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether strided boxes tile a buffer: every address held, none held twice. Pure, and never element by element."""
+"""Whether a Layout's pieces tile shards and full tensor: every element held, none held twice.
+
+Pure, and never element by element: the cost depends on the number of pieces.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megads_ucp.layout.boxes import Ints, cut, reach
+from megads_ucp.errors import LayoutError
+from megads_ucp.layout.boxes import Ints, cut, index_of, pack_axes, reach
+
+if TYPE_CHECKING:
+    from megads_ucp.layout.layout import Layout
 
 
 class Side(NamedTuple):
@@ -29,17 +36,87 @@ class Defect(NamedTuple):
     address: int
 
 
-def first_defect(sides: Sequence[Side], length: int, *, holes_allowed: bool = False) -> Defect | None:
-    """Whether non-empty boxes tile addresses ``[0, length)``: each held once (with ``holes_allowed``: at most once).
+def check_coverage(layout: Layout) -> None:
+    """Check that shards and full tensor account for each other exactly.
 
-    Exact, and its cost depends on the number of boxes, not of elements. Addresses are read as rows as long as the
-    longest stride; between two rows where some box begins or ends all rows are alike, so one of them is looked at, in
-    the same way.
+    Every element of the full tensor must be held by exactly the TP ranks that its piece names, and every element of a
+    shard must be in exactly one piece (or, after a vocabulary cut, be padding).
+
+    Raises:
+        LayoutError: some element is not; the message names the first one.
+    """
+    padded = layout.rule.vocabulary_size is not None
+    for tp_rank, shape in enumerate(layout.shard_shapes):
+        sides = [Side(piece.shape, piece.dest_offset, piece.dest_strides) for piece in layout.pieces(tp_rank)]
+        if defect := first_defect(sides, prod(shape), holes_allowed=padded):
+            raise _not_covered(layout, defect, shape, f"the shard of TP rank {tp_rank}")
+    for sides, holders in _tilings(layout):
+        if defect := first_defect(sides, layout.numel):
+            raise _not_covered(layout, defect, layout.shape, f"the full tensor, as held by {holders}")
+
+
+def _tilings(layout: Layout) -> list[tuple[list[Side], str]]:
+    """Sets of pieces that must each tile the full tensor.
+
+    Where ranks share elements, one of them stands for all, and each rank that describes its copy differently must fill
+    the same place.
+    """
+    by_holders = _full_sides(layout)
+    first = {holders: by_rank.get(min(holders), set()) for holders, by_rank in by_holders.items()}
+    tilings = [([side for sides in first.values() for side in sides], "all TP ranks")]
+    for holders, by_rank in by_holders.items():
+        for rank in holders:
+            copy = by_rank.get(rank, set())
+            if copy != first[holders]:
+                others = [side for key, sides in first.items() if key != holders for side in sides]
+                tilings.append(([*others, *copy], f"TP rank {rank} and those it shares nothing with"))
+    return tilings
+
+
+def _full_sides(layout: Layout) -> dict[frozenset[int], dict[int, set[Side]]]:
+    """The pieces' places in the full tensor, by the TP ranks that hold a copy and by the rank that describes it."""
+    found: dict[frozenset[int], dict[int, set[Side]]] = {}
+    for rank in range(layout.tp_degree):
+        for piece in layout.pieces(rank):
+            if rank not in piece.locations or max(piece.locations) >= layout.tp_degree:
+                raise LayoutError(
+                    f"{layout.name}: the layout from {layout.rule.source} gives TP rank {rank} of {layout.tp_degree} "
+                    f"a piece (shape {piece.shape}, full offset {piece.source_offset}) that it says TP ranks "
+                    f"{sorted(piece.locations)} hold. Correct that source, or use another one."
+                )
+            sides = found.setdefault(piece.locations, {}).setdefault(rank, set())
+            side = Side(piece.shape, piece.source_offset, piece.source_strides)
+            if side in sides:
+                raise _not_covered(layout, Defect("overlap", side.offset), layout.shape, f"TP rank {rank}")
+            sides.add(side)
+    return found
+
+
+def _not_covered(layout: Layout, defect: Defect, shape: Ints, where: str) -> LayoutError:
+    what = {"outside": "a piece reaches beyond it, to", "overlap": "two pieces hold", "hole": "no piece holds"}
+    index = f" (index {index_of(defect.address, shape)})" if defect.kind != "outside" else ""
+    return LayoutError(
+        f"{layout.name}: the layout from {layout.rule.source} does not fit {where} (shape {shape}): "
+        f"{what[defect.kind]} element {defect.address}{index}. Correct that source, or describe the parameter with "
+        "another one."
+    )
+
+
+def first_defect(sides: Sequence[Side], length: int, *, holes_allowed: bool = False) -> Defect | None:
+    """The first address in ``[0, length)`` that non-empty boxes do not hold exactly once; None if they tile it.
+
+    Addresses are read as rows as long as the longest stride. Between two rows where some box begins or ends all rows
+    are alike, so one of them is looked at, in the same way.
+
+    Args:
+        sides: the boxes.
+        length: addresses of the buffer.
+        holes_allowed: whether addresses may be held by no box.
     """
     for side in sides:
         if side.offset < 0 or side.last >= length:
             return Defect("outside", side.offset if side.offset < 0 else side.last)
-    return _sweep([_sorted_axes(side) for side in sides], length, holes_allowed)
+    return _sweep([_packed(side) for side in sides], length, holes_allowed)
 
 
 def _sweep(sides: Sequence[Side], length: int, holes_allowed: bool) -> Defect | None:
@@ -72,7 +149,7 @@ def _sweep_runs(runs: Sequence[Side], length: int, holes_allowed: bool) -> Defec
 
 
 def _rows(side: Side, period: int) -> Iterator[tuple[int, int, Side]]:
-    """``side`` as ``(first row, number of rows, what each of these rows holds)`` in rows of ``period`` addresses."""
+    """``side`` as ``(first row, number of rows, the part in each of them)``, in rows of ``period`` addresses."""
     shape, offset, strides = side
     count, inner = 1, side
     if shape and strides[0] == period:
@@ -95,13 +172,6 @@ def _rows(side: Side, period: int) -> Iterator[tuple[int, int, Side]]:
             yield row, count, Side(part[0], part[1] - start, part[2])
 
 
-def _sorted_axes(side: Side) -> Side:
-    axes = [(size, stride) for size, stride in zip(side.shape, side.strides, strict=True) if size > 1]
-    axes.sort(key=lambda axis: axis[1], reverse=True)
-    packed: list[tuple[int, int]] = []
-    for size, stride in axes:
-        if packed and packed[-1][1] == size * stride:
-            packed[-1] = (packed[-1][0] * size, stride)
-        else:
-            packed.append((size, stride))
-    return Side(tuple(size for size, _ in packed), side.offset, tuple(stride for _, stride in packed))
+def _packed(side: Side) -> Side:
+    shape, strides = pack_axes(side.shape, side.strides)
+    return Side(shape, side.offset, strides)

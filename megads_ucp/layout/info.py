@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts told in DeepSpeed's own words: the ``universal_checkpoint_info`` of format 0.4."""
+"""Layouts in DeepSpeed's own terms: the ``universal_checkpoint_info`` of format 0.4."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from megads_ucp.layout.layout import Layout
 
 
 def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
-    """The information a client would have had to give for these layouts, with patterns that match one name each.
+    """The information that a client would have had to provide for these layouts, with one exact pattern per parameter.
 
     Complete in the sense of format 0.4: sub-parameters come with the widths that each tensor-parallel rank holds, and
-    what no name pattern can express goes into the affine map.
+    what no list of patterns can express goes into the affine map.
     """
     info: dict[str, Any] = {
         UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
@@ -43,7 +43,7 @@ def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
         VOCABULARY_PARAMETER_PATTERNS: [],
         PARAMETER_WITH_SUB_PARAMS: [],
         SUB_PARAM_SHARD_WIDTHS: {},
-        AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: {},  # a model that has any cannot be exported
+        AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: {},  # a model with any of these cannot be exported
     }
     maps: dict[str, Any] = {}
     for layout in layouts:
@@ -73,7 +73,7 @@ def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
 
 
 def _shard_widths(sizes: tuple[int, ...], widths: tuple[tuple[int, ...], ...] | None, degree: int) -> list[list[int]]:
-    """Per sub-parameter, what each tensor-parallel rank holds of it: equal parts, where the rule does not say."""
+    """Per sub-parameter, the width that each tensor-parallel rank holds: equal ones, where the rule gives none."""
     if widths is not None:
         return [list(row) for row in widths]
     return [[size // degree] * degree for size in sizes]

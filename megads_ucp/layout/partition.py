@@ -8,17 +8,17 @@ shard group gets an equal part, and give each rank one part, its *partition*:
     rank          0       | 1       | 2       | 3
     partition       a a a a | a b b b | c c c c | . . . .
 
-A partition is thus a list of *fragments* of parameters; the rest of it is padding, which belongs to nobody. Padding may
-fill several whole partitions, and with `parameter_alignment` some of it lies between parameters.
+A partition is thus a list of *fragments* of parameters; the rest of it is padding. Padding may fill several whole
+partitions, and with `parameter_alignment` some of it lies between parameters.
 
-Everything here is integers, in elements. Parameters are the ones a rank of a tensor-parallel group holds, flattened.
-Nothing is ever listed per element or per rank, so that 65,536 ranks cost no more than the fragments they hold.
+Everything here is integers, in elements. Parameters are those of one tensor-parallel rank, flattened. Nothing is listed
+per element or per rank, so 65,536 ranks cost no more than the fragments they hold.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,7 +27,7 @@ from megads_ucp.errors import PlanError
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter in its group's flat buffer: elements [offset, offset + numel) of the buffer are the parameter's."""
+    """A parameter in its group's flat buffer: elements [offset, offset + numel)."""
 
     name: str
     numel: int
@@ -42,8 +42,11 @@ class Member:
 class Fragment:
     """A run of one parameter's elements in one rank's partition.
 
-    The first of them is element `param_start` of the (TP-local, flattened) parameter, and `partition_start` of the
-    partition.
+    Attributes:
+        name: the parameter.
+        numel: elements of the run.
+        param_start: index of its first element in the (TP-local, flattened) parameter.
+        partition_start: index of its first element in the partition.
     """
 
     name: str
@@ -58,9 +61,14 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Partition:
-    """One rank's part of a flat buffer: `numel` elements, of which the fragments, ascending, are real.
+    """One rank's part of a flat buffer.
 
-    Raises PlanError if fragments overlap, are out of order or leave the partition.
+    Attributes:
+        numel: elements, padding included.
+        fragments: the real elements, in ascending order.
+
+    Raises:
+        PlanError: fragments overlap, are out of order or leave the partition.
     """
 
     numel: int
@@ -76,26 +84,20 @@ class Partition:
                 )
             end = fragment.partition_stop
 
-    @property
-    def padding(self) -> int:
-        """How many elements belong to no parameter, wherever in the partition they lie."""
-        return self.numel - sum(fragment.numel for fragment in self.fragments)
-
-    @property
-    def padding_spans(self) -> tuple[tuple[int, int], ...]:
-        """The (start, stop) of each run of padding, ascending."""
-        starts = (0, *(fragment.partition_stop for fragment in self.fragments))
-        stops = (*(fragment.partition_start for fragment in self.fragments), self.numel)
-        return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
-
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """A parameter group's flat buffer of `numel` elements, padding included, cut over `degree` ranks in equal parts.
+    """A parameter group's flat buffer, cut over the ranks of its shard group in equal parts.
 
-    `degree` is the size of the group's own shard group (`real_dp_process_group[i]` in DeepSpeed), and a shard rank is a
-    rank within it. Members are in the order of their offsets, which under `round_robin_gradients` is not the order of
-    the parameter group. Raises PlanError if they overlap, leave the buffer, are empty or share a name.
+    Attributes:
+        members: parameters in the order of their offsets, which under `round_robin_gradients` is not the order of the
+            parameter group.
+        numel: elements, padding included.
+        degree: size of the group's own shard group (`real_dp_process_group[i]` in DeepSpeed); a shard rank is a rank
+            within it.
+
+    Raises:
+        PlanError: members overlap, leave the buffer, are empty or share a name.
     """
 
     members: tuple[Member, ...]
@@ -140,17 +142,16 @@ class FlatGroup:
         return self.numel // self.degree
 
     def partition(self, shard_rank: int) -> Partition:
-        """What a shard rank holds. A rank that holds only padding has no fragments."""
+        """A shard rank's partition; one of padding alone has no fragments."""
         self._check_rank(shard_rank)
         return Partition(self.partition_numel, tuple(self._fragments(shard_rank)))
 
     def group_padding(self, shard_rank: int) -> int:
         """Elements of a shard rank's partition past the last real element of the group.
 
-        This is what an optimizer's `group_paddings` means to the stock converter (`_strip_tensor_paddings` in
-        deepspeed/checkpoint/zero_checkpoint.py), which cuts so many elements off the end of the rank's partition.
-        `BF16_Optimizer._setup_for_real_optimizer` books the whole tail on the last rank instead, also when the tail is
-        longer than a partition.
+        The stock converter (`_strip_tensor_paddings` in deepspeed/checkpoint/zero_checkpoint.py) cuts as many elements
+        as `group_paddings` says off the end of the rank's partition. `BF16_Optimizer._setup_for_real_optimizer` books
+        the whole tail on the last rank instead, even when the tail is longer than a partition.
         """
         self._check_rank(shard_rank)
         real = self._stops[-1] if self._stops else 0
@@ -159,7 +160,8 @@ class FlatGroup:
     def holders(self, name: str) -> tuple[tuple[int, Fragment], ...]:
         """Every shard rank that holds a part of the parameter, ascending, with that part.
 
-        Raises PlanError if the group has no parameter of that name.
+        Raises:
+            PlanError: the group has no parameter of that name.
         """
         member = self._member_of.get(name)
         if member is None:
@@ -184,52 +186,3 @@ class FlatGroup:
     def _check_rank(self, shard_rank: int) -> None:
         if not 0 <= shard_rank < self.degree:
             raise PlanError(f"Shard rank {shard_rank} is outside its shard group of {self.degree} ranks.")
-
-
-def flat_group(
-    names: Sequence[str],
-    numels: Sequence[int],
-    degree: int,
-    *,
-    alignment: int,
-    parameter_alignment: int = 1,
-    round_robin: bool = False,
-) -> FlatGroup:
-    """The flat buffer that DeepSpeed 0.19.8 builds of a parameter group, worked out from the sizes alone.
-
-    names, numels: the group's trainable, non-empty parameters in the order of the parameter group.
-    degree: ranks in the shard group.
-    alignment: elements that the buffer's length is a multiple of, itself a multiple of `degree`; both optimizers use
-        `nccl_start_alignment_factor * degree`, which is 2 * degree.
-    parameter_alignment: elements that every parameter's offset is a multiple of. 1 for `BF16_Optimizer` and by default;
-        `zero_optimization.parameter_alignment` makes it 16 bytes: 8 in bf16 and fp16, 4 in fp32.
-    round_robin: `zero_optimization.round_robin_gradients` (`DeepSpeedZeroOptimizer` only).
-
-    Sources: `BF16_Optimizer._setup_for_real_optimizer`, `DeepSpeedZeroOptimizer.__init__` and `_round_robin_reorder`,
-    `deepspeed.runtime.utils.align_dense_tensors`. A running optimizer's own offsets are the truth; this function serves
-    where there is no optimizer. Raises PlanError if the sizes make no flat buffer.
-    """
-    if len(names) != len(numels):
-        raise PlanError(f"{len(names)} parameter names came with {len(numels)} sizes.")
-    if degree < 1 or alignment < 1 or alignment % degree or parameter_alignment < 1:
-        raise PlanError(
-            f"alignment {alignment} must be a positive multiple of the {degree} shard ranks, and parameter_alignment "
-            f"{parameter_alignment} positive."
-        )
-    members = []
-    end = 0
-    for index in _round_robin_order(len(names), degree) if round_robin else range(len(names)):
-        # Rounding up before each parameter, not after it, is what leaves no such padding after the last one.
-        member = Member(names[index], numels[index], _round_up(end, parameter_alignment))
-        members.append(member)
-        end = member.stop
-    return FlatGroup(tuple(members), _round_up(end, alignment), degree)
-
-
-def _round_robin_order(count: int, degree: int) -> Iterator[int]:
-    """Indices in the order of `_round_robin_reorder`: parameters are dealt to the ranks like cards, then collected."""
-    return (index for first in range(min(degree, count)) for index in range(first, count, degree))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a source of truth says about one parameter: how its tensor-parallel shards make the full tensor.
+"""A source's claim about one parameter: how its tensor-parallel shards make the full tensor.
 
-A :class:`Rule` is a claim in the words of the field ("split along dim 1", "two halves", "replicated"). It knows no
-shapes of its own; :func:`megads_ucp.layout.core.build_layout` confronts it with the shards the ranks really hold.
+A :class:`Rule` is such a claim in the terms of the field ("split along dim 1", "two halves", "replicated"). It knows no
+shapes of its own; :func:`megads_ucp.layout.build.build_layout` checks it against the shards that the ranks really hold.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.attention import AttentionOrder
+
+if TYPE_CHECKING:
+    from megads_ucp.layout.attention import AttentionOrder
 
 Kind = Literal["replicated", "averaged", "split", "affine"]
-
-
 Style = Literal["plain", "n_sub_params", "sub_param_shape"]
-
 
 _KINDS, _STYLES = get_args(Kind), get_args(Style)
 
@@ -28,25 +27,26 @@ class Rule:
 
     Two rules are equal when they describe the same cut and the same metadata: ``source`` takes no part.
 
-    kind             ``replicated``: every rank holds the same whole tensor. ``averaged``: every rank holds a whole
-                     tensor of its own, and the full one is their mean. ``split``: cut along ``dim``. ``affine``: as
-                     ``affine`` says.
-    source           who says so, in words an error message can quote.
-    dim              split: the partition dimension.
-    sub_sizes        split: widths of the concatenated sub-parameters along ``dim`` in the full tensor, ``(gate, up)``
-                     say. A rank's shard is its part of the first, then its part of the second ... None: one block.
-    shard_widths     split: per sub-parameter, the width each TP rank holds. None: every sub-parameter is split evenly
-                     (with ``sub_sizes`` None too: whatever widths the shards have).
-    style            the keys by which the stock loader is to cut the tensor again: ``plain`` (cat_dim),
-                     ``n_sub_params`` (cat_dim and param_n_sub_params: equal parts), ``sub_param_shape`` (a
-                     SubparamShape).
-    sub_param_shape  the SubparamShape.shape to write. None: the full shape with ``sub_sizes`` at ``dim``.
-    sub_param_patterns  the SubparamShape.patterns to write.
-    vocabulary_size  rows of dim 0 that are real. The rows after them are padding and are not exported.
-    attention        split along dim 0: how a fused query-key-value projection orders its rows, where that is known.
-    affine           ``ParamAffineMap.to_dict()`` form (deepspeed/checkpoint/affine.py). Compared, but not hashed.
+    Attributes:
+        kind: ``replicated``: every rank holds the same whole tensor. ``averaged``: every rank holds a whole tensor of
+            its own, and the full one is their mean. ``split``: cut along ``dim``. ``affine``: see ``affine``.
+        source: name of the source, for error messages.
+        dim: split: the partition dimension.
+        sub_sizes: split: widths of the concatenated sub-parameters along ``dim`` in the full tensor, for example
+            ``(gate, up)``. A rank's shard is its part of the first, then its part of the second, and so on. None: one
+            block.
+        shard_widths: split: per sub-parameter, the width each TP rank holds. None: every sub-parameter is split evenly
+            (with ``sub_sizes`` None too: whatever widths the shards have).
+        style: the keys by which the stock loader cuts the tensor again: ``plain`` (cat_dim), ``n_sub_params`` (cat_dim
+            and param_n_sub_params: equal parts), ``sub_param_shape`` (a SubparamShape).
+        sub_param_shape: SubparamShape.shape to write. None: the full shape with ``sub_sizes`` at ``dim``.
+        sub_param_patterns: SubparamShape.patterns to write.
+        vocabulary_size: real rows of dim 0. The rows after them are padding and are not exported.
+        attention: split along dim 0: the row order of a fused query-key-value projection, where it is known.
+        affine: ``ParamAffineMap.to_dict()`` form (deepspeed/checkpoint/affine.py). Compared, but not hashed.
 
-    Raises LayoutError when the claim contradicts itself.
+    Raises:
+        LayoutError: the claim contradicts itself.
     """
 
     kind: Kind
@@ -92,7 +92,7 @@ class Rule:
             if len({len(widths) for widths in self.shard_widths}) != 1:
                 raise self._contradiction("every row of shard_widths must have one width per TP rank")
         if self.style == "plain" and sub_sizes is not None and len(sub_sizes) > 1:
-            # The file would say cat_dim alone, and the stock loader would cut straight through the sub-parameters.
+            # With cat_dim alone in the file, the stock loader would cut straight through the sub-parameters.
             raise self._contradiction("several sub-parameters need style 'n_sub_params' or 'sub_param_shape'")
         if self.style == "sub_param_shape":
             if sub_sizes is None:

@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 import torch
 
-from megads_ucp.layout.partition import FlatGroup, Fragment, Member, flat_group
+from megads_ucp.layout.partition import FlatGroup, Fragment, Member
+from tests.support.flat_groups import flat_group
 
 FIELD_CASE = (266240,)
 FIELD_DEGREE = 768

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from megads_ucp.errors import LayoutError
 from megads_ucp.layout.boxes import Box, clip, clip_shard
 from megads_ucp.layout.build import build_layout
-from megads_ucp.layout.coverage import Side, first_defect
+from megads_ucp.layout.coverage import Side, check_coverage, first_defect
 from megads_ucp.layout.layout import Layout
 from megads_ucp.layout.rule import Kind, Rule, Style
 
@@ -263,7 +263,7 @@ def test_the_order_in_which_a_map_lists_its_axes_does_not_matter() -> None:
 
 def test_box_counts_do_not_grow_with_the_parameter() -> None:
     layout = build_layout("w", Rule("split", "test", dim=1), [(100_000, 1536)] * 8)
-    layout.check_coverage()
+    check_coverage(layout)
     assert len(layout.runs(3, 1000, 50_000_000)) == 3
     (rows,) = (box for box in layout.runs(3, 1000, 50_000_000) if len(box.shape) == 2)
     assert len(clip(rows, 1_000_001, 300_000_001)) <= 3
@@ -302,7 +302,7 @@ def test_a_view_outside_the_buffer_is_refused() -> None:
 @settings(deadline=None, max_examples=80)
 @given(cases())
 def test_every_layout_covers_its_tensor(case: Case) -> None:
-    case.layout.check_coverage()
+    check_coverage(case.layout)
 
 
 @st.composite
@@ -553,7 +553,7 @@ def test_metadata() -> None:
 def test_vocabulary_padding_is_in_no_box() -> None:
     """Megatron's vocabulary of 5, padded to 8 for TP 4: the third rank holds one real row, the last holds none."""
     layout = build_layout("embedding", Rule("split", "test", dim=0, vocabulary_size=5), [(2, 3)] * 4)
-    layout.check_coverage()
+    check_coverage(layout)
     assert layout.shape == (5, 3)
     assert [sum(box.numel for box in layout.runs(rank, 0, 6)) for rank in range(4)] == [6, 6, 3, 0]
 
@@ -568,6 +568,6 @@ def test_empty_shards() -> None:
 
 def test_scalars() -> None:
     layout = build_layout("scale", Rule("replicated", "test"), [(), ()])
-    layout.check_coverage()
+    check_coverage(layout)
     assert layout.numel == 1
     assert layout.runs(1, 0, 1) == (Box((), 0, (), 0, (), holders=(0, 1)),)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megads_ucp.errors import PlanError
-from megads_ucp.layout.partition import FlatGroup, Fragment, Member, Partition, flat_group
+from megads_ucp.layout.partition import FlatGroup, Fragment, Member, Partition
+from tests.support.flat_groups import flat_group
 
 PADDING = None
 patient = settings(deadline=None)  # a busy machine is no failure
@@ -45,6 +46,10 @@ def elementwise(partition: Partition) -> list[tuple[str, int] | None]:
             assert elements[fragment.partition_start + offset] is PADDING
             elements[fragment.partition_start + offset] = (fragment.name, fragment.param_start + offset)
     return elements
+
+
+def padding(partition: Partition) -> int:
+    return partition.numel - sum(fragment.numel for fragment in partition.fragments)
 
 
 @st.composite
@@ -84,18 +89,6 @@ def test_every_real_element_lies_in_exactly_one_fragment(case: tuple[list[int], 
         for offset in range(fragment.numel)
     ]
     assert sorted(held) == sorted((member.name, i) for member in group.members for i in range(member.numel))
-
-
-@patient
-@given(groups())
-def test_padding_and_fragments_fill_the_partition(case: tuple[list[int], int, int, bool]) -> None:
-    group = build(case)
-    for rank in range(group.degree):
-        partition = group.partition(rank)
-        fragments = [(fragment.partition_start, fragment.partition_stop) for fragment in partition.fragments]
-        spans = sorted([*fragments, *partition.padding_spans])
-        assert [start for start, _ in spans] + [partition.numel] == [0] + [stop for _, stop in spans]
-        assert partition.padding == sum(stop - start for start, stop in partition.padding_spans)
 
 
 @patient
@@ -141,16 +134,15 @@ def test_tails_worked_out_by_hand(numel: int, degree: int, flat: int, paddings: 
     group = trailing_group(numel, degree)
     assert group.numel == flat
     assert [group.group_padding(rank) for rank in range(degree)] == paddings
-    assert [group.partition(rank).padding for rank in range(degree)] == paddings
+    assert [padding(group.partition(rank)) for rank in range(degree)] == paddings
 
 
 def test_the_field_case_of_768_ranks() -> None:
     group = trailing_group(266240, 768)
     assert (group.numel, group.partition_numel) == (267264, 348)
     assert group.partition(0).fragments == (Fragment("x", 348, param_start=0, partition_start=0),)
-    assert group.partition(764).padding == 0
+    assert padding(group.partition(764)) == 0
     assert group.partition(765) == Partition(348, (Fragment("x", 20, param_start=266220, partition_start=0),))
-    assert group.partition(765).padding_spans == ((20, 348),)
     assert group.partition(766) == group.partition(767) == Partition(348, ())
     assert [group.group_padding(rank) for rank in (764, 765, 766, 767)] == [0, 328, 348, 348]
     assert [rank for rank, _ in group.holders("x")] == list(range(766))
@@ -160,10 +152,9 @@ def test_padding_between_parameters_is_not_group_padding() -> None:
     group = flat_group(["a", "b", "c"], [5, 3, 2], 3, alignment=6, parameter_alignment=8)
     assert group.members == (Member("a", 5, 0), Member("b", 3, 8), Member("c", 2, 16))
     assert (group.numel, group.partition_numel) == (18, 6)  # exactly full: no padding follows the last parameter
-    assert group.partition(0).padding_spans == ((5, 6),)
+    assert group.partition(0) == Partition(6, (Fragment("a", 5, param_start=0, partition_start=0),))
     assert group.partition(1) == Partition(6, (Fragment("b", 3, param_start=0, partition_start=2),))
-    assert group.partition(1).padding_spans == ((0, 2), (5, 6))
-    assert group.partition(2).padding_spans == ((0, 4),)
+    assert group.partition(2) == Partition(6, (Fragment("c", 2, param_start=0, partition_start=4),))
     assert [group.group_padding(rank) for rank in range(3)] == [0, 0, 0]
 
 
@@ -191,7 +182,7 @@ def test_65536_ranks() -> None:
     group = flat_group(names, numels, 65536, alignment=2 * 65536)
     partitions = [group.partition(rank) for rank in range(group.degree)]
     assert sum(fragment.numel for partition in partitions for fragment in partition.fragments) == sum(numels)
-    assert sum(partition.padding for partition in partitions) == group.numel - sum(numels)
+    assert sum(map(padding, partitions)) == group.numel - sum(numels)
     assert sum(group.group_padding(rank) for rank in range(group.degree)) == group.numel - sum(numels)
     assert sum(fragment.numel for name in names for _, fragment in group.holders(name)) == sum(numels)
 
@@ -241,10 +232,3 @@ def test_a_rank_outside_the_shard_group_is_refused(rank: int) -> None:
 def test_an_unknown_parameter_is_named() -> None:
     with pytest.raises(PlanError, match="'y' is not one of the 1 parameters of this group"):
         trailing_group(9, 4).holders("y")
-
-
-def test_sizes_that_make_no_flat_buffer_are_refused() -> None:
-    with pytest.raises(PlanError, match="2 parameter names came with 1 sizes"):
-        flat_group(["a", "b"], [1], 2, alignment=4)
-    with pytest.raises(PlanError, match="alignment 3 must be a positive multiple of the 2 shard ranks"):
-        flat_group(["a"], [1], 2, alignment=3)

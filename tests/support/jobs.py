@@ -10,9 +10,10 @@ import torch
 
 from megads_ucp.layout.build import build_layout
 from megads_ucp.layout.layout import Layout
-from megads_ucp.layout.partition import FlatGroup, Fragment, flat_group
+from megads_ucp.layout.partition import FlatGroup, Fragment
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.types import Holding, StateSpec, Subject
+from tests.support.flat_groups import flat_group
 
 FLOAT, BRAIN = torch.float32, torch.bfloat16
 ADAM = tuple(StateSpec(name, FLOAT, FLOAT) for name in ("fp32", "exp_avg", "exp_avg_sq"))
