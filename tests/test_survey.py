@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import pytest
@@ -14,61 +13,13 @@ import torch.distributed as dist
 from deepspeed.checkpoint.affine import replicated_map
 
 from megads_ucp.engine.context import Surveyor
-from megads_ucp.engine.state import Coordinates
 from megads_ucp.errors import Disagreement, LayoutError, PlanError
-from megads_ucp.layout.partition import flat_group
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.save import make_plan
 from megads_ucp.plan.types import StateSpec
-from megads_ucp.sources.resolve import Claim, Trust
-from megads_ucp.survey import UNOWNED, GroupDescription, RankDescription, build_survey
+from megads_ucp.survey import UNOWNED, RankDescription, build_survey
+from tests.support.descriptions import RULES, SHAPES, STATES, Shapes, description, of_all_tp_ranks
 from tests.support.ranks import run_ranks
-
-Shapes = dict[str, tuple[int, ...]]
-
-STATES = (("fp32", torch.float32), ("exp_avg", torch.bfloat16))
-RULES = {"column": Rule("split", "layers", dim=0), "norm": Rule("replicated", "layers")}
-SHAPES: Shapes = {"column": (4, 6), "norm": (6,)}
-
-
-def group(shapes: Shapes, ranks: tuple[int, ...], states=STATES) -> GroupDescription:
-    sizes = [prod(shape) for shape in shapes.values()]
-    flat = flat_group(list(shapes), sizes, len(ranks), alignment=2 * len(ranks))
-    return GroupDescription(flat, tuple(shapes.values()), ranks, states)
-
-
-def description(
-    tp_rank: int = 0,
-    *,
-    stage: int = 0,
-    stages: int = 1,
-    tp_degree: int = 2,
-    degree: int = 2,
-    groups: tuple[Shapes, ...] = (SHAPES,),
-    states=STATES,
-    unowned: Shapes | None = None,
-    buffers: tuple[str, ...] = (),
-    rules: dict[str, Rule] | None = None,
-    info: dict[str, Any] | None = None,
-    tied: tuple[str, ...] = (),
-) -> RankDescription:
-    """Ranks are numbered as Megatron does: tensor-parallel first, then data-parallel, then stages."""
-    ranks = tuple(stage * tp_degree * degree + shard * tp_degree + tp_rank for shard in range(degree))
-    return RankDescription(
-        coordinates=Coordinates(stage, stages, tp_rank, tp_degree, stage * tp_degree + tp_rank),
-        groups=tuple(group(shapes, ranks, states) for shapes in groups),
-        unowned=tuple((unowned or {}).items()),
-        buffers=buffers,
-        claims=(Claim("layers", Trust.LAYERS, RULES if rules is None else rules),),
-        info=info,
-        tied=tied,
-        warnings=(),
-    )
-
-
-def of_all_tp_ranks(**options: Any) -> tuple[RankDescription, ...]:
-    return tuple(description(tp_rank, **options) for tp_rank in range(options.get("tp_degree", 2)))
-
 
 # ---- subjects ----
 

@@ -16,8 +16,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.matrices.megatron import TOLERANCE, losses, same_bits
-from tests.support.mds import ARGONNE, CHECKOUT, GQA, LLAMA, SAVED, SWIGLU, UNTIED, Host, Job, Model, Topology, Trace
+from tests.support.mds import (
+    ARGONNE,
+    CHECKOUT,
+    GQA,
+    LLAMA,
+    SAVED,
+    SWIGLU,
+    TOLERANCE,
+    UNTIED,
+    Host,
+    Job,
+    Model,
+    Topology,
+    Trace,
+    losses,
+)
+from tests.support.runs import same_bits
 
 pytestmark = pytest.mark.slow
 

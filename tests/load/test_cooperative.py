@@ -23,13 +23,10 @@ from megads_ucp.load.cooperative import on_several_hosts
 from megads_ucp.plan.load import make_read_plan, reads_more_than_it_holds
 from megads_ucp.plan.types import message_bytes
 from megads_ucp.survey import build_survey
+from tests.support.degrees import export, gpt_case, llama_case, resume
+from tests.support.descriptions import of_all_tp_ranks
 from tests.support.jobs import ADAM, Job, gpt, replicated
 from tests.support.ranks import run_ranks
-from tests.test_survey import of_all_tp_ranks
-
-pytest.importorskip("megatron.core")
-
-from tests.cases.test_tensor_parallel_cases import export, gpt_case, llama_case, resume
 
 # ------------------------------------------------------------------------------------------------------------ the plan
 

@@ -21,12 +21,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.support.mds import ARGONNE, CHECKOUT, GQA, LLAMA, SAVED, SWIGLU, UNTIED, Host, Job, Model, Topology, Trace
+from tests.support.mds import (
+    ARGONNE,
+    CHECKOUT,
+    GQA,
+    LLAMA,
+    SAVED,
+    SWIGLU,
+    TOLERANCE,
+    UNTIED,
+    Host,
+    Job,
+    Model,
+    Topology,
+    losses,
+)
 from tests.support.ranks import RankError
-from tests.support.runs import states
-from tests.support.stock import differences
-
-TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
+from tests.support.runs import same_bits
 
 MODELS = {
     "plain": Model(),
@@ -91,11 +102,6 @@ def export(host: Host, case: Case, folder: Path) -> Source:
     return Source(folder, losses(traces)[SAVED:])
 
 
-def losses(traces: list[Trace]) -> list[float]:
-    assert len({tuple(trace.losses) for trace in traces}) == 1, "ranks report different losses"
-    return traces[0].losses
-
-
 def resume(host: Host, case: Case, source: Source, target: Topology) -> tuple[float, bool]:
     """The largest relative difference of the losses after our resume, and whether the state loaded has equal bits."""
     again = source.directory / f"again-{target}"
@@ -105,13 +111,6 @@ def resume(host: Host, case: Case, source: Source, target: Topology) -> tuple[fl
 
 def largest(these: Sequence[float], those: Sequence[float]) -> float:
     return max(abs(one - other) / abs(other) for one, other in zip(these, those, strict=True))
-
-
-def same_bits(left: Path, right: Path) -> bool:
-    mine, theirs = states(left), states(right)
-    return mine.keys() == theirs.keys() and not any(
-        line for name in mine for line in differences(mine[name], theirs[name], name)
-    )
 
 
 def convert(host: Host, source: Source) -> str | None:

@@ -5,75 +5,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import cast
 
 import pytest
 import torch
-from deepspeed.checkpoint.affine import block_gather_map, segmented_map
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megads_ucp.errors import PlanError
 from megads_ucp.layout.build import build_layout
-from megads_ucp.layout.layout import Layout
 from megads_ucp.layout.partition import Fragment
-from megads_ucp.layout.rule import Kind, Rule
+from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.save import make_plan
 from megads_ucp.plan.types import Extent, Plan, Transfer
-from tests.support.jobs import ADAM, MIXED, Job, Values, gpt, replicated, values_of
+from tests.support.drawn_jobs import BUCKETS, jobs
+from tests.support.jobs import ADAM, Job, Values, gpt, replicated, values_of
 
 patient = settings(deadline=None, max_examples=60)  # a busy machine is no failure
-
-
-def widths(tp_degree: int) -> st.SearchStrategy[tuple[int, ...]]:
-    return st.lists(st.integers(0, 5), min_size=tp_degree, max_size=tp_degree).map(tuple)
-
-
-@st.composite
-def layouts_of(draw: st.DrawFn, name: str, tp_degree: int) -> Layout:
-    """Every way of cutting a parameter over tensor-parallel ranks, sizes of zero and one included."""
-    shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
-    dim = draw(st.integers(0, len(shape) - 1))
-    kind = draw(st.sampled_from(["replicated", "averaged", "split", "sub-parameters", "vocabulary", "partly", "dealt"]))
-
-    def cut(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
-
-    if kind in ("replicated", "averaged"):
-        return build_layout(name, Rule(cast(Kind, kind), "test"), [shape] * tp_degree)
-    if kind == "split":
-        return build_layout(name, Rule("split", "test", dim=dim), cut(draw(widths(tp_degree))))
-    if kind == "sub-parameters":
-        rows = draw(st.lists(widths(tp_degree), min_size=2, max_size=3))
-        rule = Rule("split", "test", dim=dim, shard_widths=tuple(rows), style="sub_param_shape")
-        return build_layout(name, rule, cut(tuple(map(sum, zip(*rows, strict=True)))))
-    if kind == "vocabulary":
-        rows_each = shape[0]
-        real = draw(st.integers(1, rows_each * tp_degree))
-        rule = Rule("split", "test", dim=0, vocabulary_size=real)
-        return build_layout(name, rule, [shape] * tp_degree)
-    if kind == "partly":  # a fused QKV whose K and V every rank holds
-        by_rank, copied = draw(widths(tp_degree)), draw(st.integers(1, 4))
-        whole = [*shape[:dim], sum(by_rank) + copied, *shape[dim + 1 :]]
-        affine = segmented_map(whole, [(sum(by_rank), False), (copied, True)], dim, tp_degree, [by_rank])
-    else:
-        blocks, size = draw(st.permutations(range(draw(st.integers(tp_degree, 7))))), draw(st.integers(1, 3))
-        whole = [*shape[:dim], size * len(blocks), *shape[dim + 1 :]]
-        affine = block_gather_map(whole, {rank: blocks[rank::tp_degree] for rank in range(tp_degree)}, size, dim)
-    shards = [affine.shard_shapes[rank] for rank in range(tp_degree)]
-    return build_layout(name, Rule("affine", "test", affine=affine.to_dict()), shards)
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    tp_degree, degree = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    owned = draw(st.integers(1, 6))
-    unowned = draw(st.integers(0, 2))
-    found = [draw(layouts_of(f"p{index}", tp_degree)) for index in range(owned + unowned)]
-    return Job(tuple(found[:owned]), tuple(found[owned:]), draw(st.sampled_from([ADAM, MIXED])), tp_degree, degree)
-
-
-buckets = st.one_of(st.just(64), st.integers(64, 300), st.just(1 << 20))
 
 
 # ---- the simulation ----
@@ -107,7 +54,7 @@ def by_extent(plan: Plan) -> dict[int, list[Transfer]]:
 
 
 @patient
-@given(jobs(), buckets)
+@given(jobs(), BUCKETS)
 def test_every_file_comes_out_bit_equal(job, bucket):
     plan = make_plan(job.subjects(), job.world, bucket)
     arriving = by_extent(plan)
@@ -121,7 +68,7 @@ def test_every_file_comes_out_bit_equal(job, bucket):
 
 
 @patient
-@given(jobs(), buckets)
+@given(jobs(), BUCKETS)
 def test_extents_tile_each_file(job, bucket):
     plan = make_plan(job.subjects(), job.world, bucket)
     ends: dict[tuple[int, str], int] = {}
@@ -137,7 +84,7 @@ def test_extents_tile_each_file(job, bucket):
 
 
 @patient
-@given(jobs(), buckets)
+@given(jobs(), BUCKETS)
 def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(job, bucket):
     plan = make_plan(job.subjects(), job.world, bucket)
     sent: dict[tuple[int, int], int] = defaultdict(int)
@@ -156,7 +103,7 @@ def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(job, bucket):
 
 
 @patient
-@given(jobs(), buckets)
+@given(jobs(), BUCKETS)
 def test_a_writer_takes_rounds_and_turns_in_order_and_peers_agree_on_the_order(job, bucket):
     plan = make_plan(job.subjects(), job.world, bucket)
     for writer in range(job.world):
@@ -171,7 +118,7 @@ def test_a_writer_takes_rounds_and_turns_in_order_and_peers_agree_on_the_order(j
 
 
 @patient
-@given(jobs(), buckets)
+@given(jobs(), BUCKETS)
 def test_an_element_arrives_once_and_of_averaged_ones_every_copy_in_rank_order(job, bucket):
     plan = make_plan(job.subjects(), job.world, bucket)
     arriving = by_extent(plan)
@@ -193,7 +140,7 @@ def test_an_element_arrives_once_and_of_averaged_ones_every_copy_in_rank_order(j
 
 
 @patient
-@given(jobs(), buckets)
+@given(jobs(), BUCKETS)
 def test_writers_are_balanced_as_far_as_elements_can_be_cut(job, bucket):
     plan = make_plan(job.subjects(), job.world, bucket)
     total = sum(extent.nbytes for extent in plan.extents)
@@ -205,7 +152,7 @@ def test_writers_are_balanced_as_far_as_elements_can_be_cut(job, bucket):
 
 
 @patient
-@given(jobs(), buckets)
+@given(jobs(), BUCKETS)
 def test_the_same_job_has_the_same_plan(job, bucket):
     assert make_plan(job.subjects(), job.world, bucket) == make_plan(job.subjects(), job.world, bucket)
 

@@ -26,8 +26,8 @@ from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.replicas import BLOCK, inspection, lots_of
 from megads_ucp.plan.types import Holding, StateSpec, Subject
 from megads_ucp.save.replicas import Comparison, Drift, Values
-from tests.plan.test_save import jobs
 from tests.support.autotp import Topology, batches, case
+from tests.support.drawn_jobs import jobs
 from tests.support.jobs import ADAM, MIXED, Job, replicated, values_of
 from tests.support.models import initialize, train
 from tests.support.ranks import run_ranks

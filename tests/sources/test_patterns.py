@@ -26,19 +26,9 @@ from megads_ucp.sources.autotp import rules_from_autotp
 from megads_ucp.sources.megatron_core import rules_from_sharded_state_dict
 from megads_ucp.sources.patterns import PatternRules, rules_from_patterns
 from megads_ucp.sources.resolve import Claim, Resolution, Trust, resolve
+from tests.support.layouts import rebuild
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
-
-
-def rebuild(layout: Layout, shards: list[torch.Tensor]) -> torch.Tensor:
-    """The full tensor from all TP ranks' shards, by the layout's own boxes."""
-    if layout.averaged:
-        return sum(shards[1:], shards[0]) / len(shards)
-    full = torch.empty(layout.numel, dtype=shards[0].dtype)
-    for rank, shard in enumerate(shards):
-        for box in layout.runs(rank, 0, shard.numel()):
-            box.full_view(full, 0).copy_(box.shard_view(shard.reshape(-1), 0))
-    return full.view(layout.shape)
 
 
 def read(info: dict[str, Any], **shapes: list[tuple[int, ...]]) -> PatternRules:

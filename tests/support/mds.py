@@ -27,6 +27,9 @@ CHECKOUT, ARGONNE = "MEGATRON_DEEPSPEED_PATH", "MEGATRON_DEEPSPEED_ARGONNE_PATH"
 SAVED, STEPS = 5, 10
 """A source saves after so many steps, and goes on to so many."""
 
+TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
+"""How far losses may differ between topologies, relative, by the kind of engine."""
+
 BATCH, SEQUENCE, VOCABULARY, SEED = 8, 16, 127, 1234  # NullTokenizer adds one: 128 rows, which divide at every TP
 
 
@@ -258,3 +261,9 @@ class Host:
         if isinstance(answer, str):
             raise RankError(answer)
         return answer
+
+
+def losses(traces: list[Trace]) -> list[float]:
+    """The losses of all steps, which the ranks agree on."""
+    assert len({tuple(trace.losses) for trace in traces}) == 1, "ranks report different losses"
+    return traces[0].losses

@@ -8,6 +8,7 @@ and the two directories must hold the same state.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -86,6 +87,22 @@ class Recipe:
         return engine
 
 
+def one_group(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(model.parameters())}]
+
+
+def group_per_scalar(model: nn.Module) -> list[dict[str, Any]]:
+    """The layers in one group, and each extra parameter in one of its own."""
+    assert isinstance(model, MLP)
+    groups: list[dict[str, Any]] = [{"params": list(model.layers.parameters()), "weight_decay": 0.1}]
+    return groups + [{"params": [scalar], "weight_decay": 0.0} for scalar in model.scalars]
+
+
+def with_groups_of(numels: tuple[int, ...], kind: str, samples: int = 12) -> Recipe:
+    """An MLP with an extra parameter group of each of these many elements."""
+    return Recipe(kind, functools.partial(MLP, scalars=numels), groups=group_per_scalar, samples=samples)
+
+
 def save(engine: Any, directory: Path, tag: str = TAG, **more: Any) -> None:
     # The stock converter, which exports are compared to, wants an info; only the client can put one in a regular file.
     info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
@@ -130,6 +147,13 @@ def assert_same_state(left: Path, right: Path) -> None:
     assert not found, f"{left} differs from {right}:\n" + "\n".join(found[:20])
 
 
+def same_bits(left: Path, right: Path) -> bool:
+    mine, theirs = states(left), states(right)
+    return mine.keys() == theirs.keys() and not any(
+        line for name in mine for line in differences(mine[name], theirs[name], name)
+    )
+
+
 def assert_same_tensors(left: Path, right: Path) -> None:
     mine, theirs = tensors(left), tensors(right)
     assert mine and mine.keys() == theirs.keys()
@@ -167,6 +191,16 @@ def shards(engine: Any) -> dict[str, torch.Tensor]:
         for state in ("exp_avg", "exp_avg_sq"):
             found[f"{name}/{state}"] = safe_get_full_optimizer_state(parameter, state)
     return found
+
+
+def contents(engine: Any) -> dict[str, torch.Tensor]:
+    """On a rank: copies of the parameters and buffers of its module."""
+    return {name: value.clone() for name, value in engine.module.state_dict().items() if torch.is_tensor(value)}
+
+
+def changed(engine: Any, before: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the parameters and buffers that no longer have the values of ``before``."""
+    return [name for name, value in contents(engine).items() if not torch.equal(value, before[name])]
 
 
 class Log(logging.Handler):

@@ -1,56 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts that real layers describe: megatron-core's and AutoTP's, on real ranks."""
+"""Layouts that megatron-core's layers describe, on real ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.build import build_layout
-from megads_ucp.layout.layout import Layout
-from megads_ucp.layout.rule import Rule
 from megads_ucp.sources.attributes import rules_from_attributes
-from megads_ucp.sources.autotp import rules_from_autotp
 from megads_ucp.sources.megatron_core import rules_from_sharded_state_dict
 from megads_ucp.sources.patterns import rules_from_patterns
 from megads_ucp.sources.resolve import Claim, Trust, resolve
-from tests.sources.test_patterns import rebuild
+from tests.support.layouts import Described, detached, on_ranks, parameters_of
 from tests.support.ranks import run_ranks
-
-Described = tuple[dict[str, Rule], dict[str, torch.Tensor]]  # rules and local tensors, by parameter name
-
-
-def on_ranks(body: Callable[..., Described], tp: int, *args: Any) -> dict[str, tuple[Layout, torch.Tensor]]:
-    """Runs `body` on `tp` ranks; {name: (layout, full tensor)} of every parameter, from the rules they agree on."""
-    ranks = run_ranks(body, tp, *args)
-    rules = ranks[0][0]
-    assert all(theirs == rules for theirs, _ in ranks), "ranks describe parameters differently"
-    assert all(tensors.keys() == rules.keys() for _, tensors in ranks), "a parameter has no rule"
-    result = {}
-    for name, rule in rules.items():
-        shards = [tensors[name] for _, tensors in ranks]
-        layout = build_layout(name, rule, [tuple(shard.shape) for shard in shards])
-        layout.check_coverage()
-        result[name] = layout, rebuild(layout, shards)
-    return result
-
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters())
-
-
-def detached(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-
-# ------------------------------------------------------------------------------------------------------- megatron-core
 
 GPTS = [
     {"tied": True},
@@ -347,54 +313,3 @@ def test_patterns_of_a_client_are_overridden_by_megatron_layers():
     assert len(result.warnings) == 1
     with pytest.raises(LayoutError, match="several rules"):
         resolve(list(rules), shapes, claims[1:], tp_degree=2)
-
-
-# -------------------------------------------------------------------------------------------------------------- AutoTP
-
-
-def autotp_model(kind: str) -> nn.Module:
-    import transformers
-
-    common = {"vocab_size": 101, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6}
-    models: dict[str, Callable[[], Any]] = {
-        # q, k and v split 4:2 heads over TP 2 and the MLP 50 into 25s; an odd vocabulary.
-        "llama": lambda: transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**common, intermediate_size=50, num_key_value_heads=3)
-        ),
-        "llama tied": lambda: transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**common, intermediate_size=50, num_key_value_heads=3, tie_word_embeddings=True)
-        ),
-        # Fused and interleaved QKV, biases.
-        "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**common, intermediate_size=50)),
-    }
-    torch.manual_seed(0)
-    model: nn.Module = models[kind]()
-    return model
-
-
-def autotp_engine(model: nn.Module, tp: int) -> deepspeed.DeepSpeedEngine:
-    from tests.support.models import initialize
-
-    # DeepSpeed's own would compile a C++ extension, and a client's would have to follow the parameters AutoTP replaces.
-    optimizer = {"type": "AdamW", "params": {"torch_adam": True}}
-    return initialize(model, "fp32", config={"tensor_parallel": {"autotp_size": tp}, "optimizer": optimizer})
-
-
-@pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize("kind", ["llama", "llama tied", "gpt_neox"])
-def test_autotp_describes_every_parameter(kind, tp):
-    pytest.importorskip("transformers")
-
-    def body() -> Described:
-        engine = autotp_engine(autotp_model(kind), tp)
-        named = parameters_of(engine.module)
-        assert rules_from_attributes(named, tp) == {}
-        return rules_from_autotp(engine.module, named), detached(named)
-
-    layouts = on_ranks(body, tp)
-    original = parameters_of(autotp_model(kind))
-    assert layouts.keys() == original.keys()
-    for name, (layout, full) in layouts.items():
-        assert torch.equal(full, original[name]), name
-        split_vocabulary = "lm_head" in name or (kind == "llama tied" and "embed_tokens" in name)
-        assert layout.metadata() == ({"vocab_tensor": True} if split_vocabulary else {})

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine remembers besides its weights survives an export and a resume.
+"""What an engine remembers besides its weights and its optimizer's states survives an export and a resume.
 
-Whatever its optimizer keeps, schedules, loss scales, frozen weights, buffers; and what a load is told to leave alone is
-left alone.
+Schedules, loss scales, frozen weights, buffers; and a load leaves alone what it is asked to.
 """
 
 from __future__ import annotations
@@ -32,124 +31,15 @@ from tests.support.runs import (
     Recipe,
     assert_resumes,
     assert_same_state,
+    contents,
     export,
     hyperparameters,
+    one_group,
     resume,
     save,
     states,
     tensors,
 )
-
-# ------------------------------------------------------------------------------------------------- S1: every optimizer
-
-
-def deepspeeds(name: str, **parameters: Any) -> dict[str, Any]:
-    return {"config": {"optimizer": {"type": name, "params": {"lr": 1e-2, **parameters}}}}
-
-
-def one_group(model: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": list(model.parameters())}]
-
-
-class Lion(torch.optim.Optimizer):
-    """One state, by a name that Adam has too, and no step (Chen et al. 2023); DeepSpeed's need a GPU or a compiler."""
-
-    def __init__(self, groups: Any, lr: float = 1e-3) -> None:
-        super().__init__(groups, {"lr": lr, "betas": (0.9, 0.99)})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            (fast, slow), lr = group["betas"], group["lr"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-                parameter.sub_(average.lerp(parameter.grad, 1 - fast).sign(), alpha=lr)
-                average.lerp_(parameter.grad, 1 - slow)
-
-
-def tagged_for_muon() -> MLP:
-    torch._dynamo.config.disable = True  # DeepSpeed compiles Muon's kernels, which takes longer than the test
-    model = MLP()
-    for parameter in model.parameters():
-        parameter.use_muon = parameter.ndim > 1  # type: ignore[attr-defined]
-    return model
-
-
-ADAM = {"exp_avg", "exp_avg_sq", "step"}
-
-# name -> (kind, what the recipe says beyond it, the states each parameter has)
-OPTIMIZERS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
-    "adamw": ("fp32", {}, ADAM),
-    "amsgrad": (
-        "fp32_zero2",
-        {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)},
-        ADAM | {"max_exp_avg_sq"},
-    ),
-    "deepspeeds_adam": ("fp32", deepspeeds("Adam", torch_adam=True), ADAM),
-    "sgd": ("fp32_zero2", {"optimizer": lambda groups: torch.optim.SGD(groups, lr=1e-2)}, set()),
-    "momentum": (
-        "fp32",
-        {"optimizer": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9)},
-        {"momentum_buffer"},
-    ),
-    "momentum_bf16": (
-        "bf16_optimizer",
-        {"optimizer": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9)},
-        {"momentum_buffer"},
-    ),
-    "lion": ("fp32", {"optimizer": Lion}, {"exp_avg"}),
-    # DeepSpeed puts all of Adagrad's partitions into one group, and then fails itself if there were more.
-    "adagrad": ("fp32", {"optimizer": torch.optim.Adagrad, "groups": one_group}, {"sum", "step"}),
-    "muon": ("fp32", {"model": tagged_for_muon, **deepspeeds("Muon", torch_adam=True)}, set()),
-    "muon_bf16": ("bf16_optimizer", {"model": tagged_for_muon, **deepspeeds("Muon", torch_adam=True)}, set()),
-    # These two keep `step` in places of their own. They compile C++ extensions, once per pytest cache.
-    "deepspeeds_fused_adam": ("fp32", deepspeeds("Adam"), ADAM),
-    "deepspeed_cpu_adam": ("cpu_offload", deepspeeds("AdamW"), ADAM),
-}
-EXTENSIONS = {"deepspeeds_fused_adam": "FusedAdamBuilder", "deepspeed_cpu_adam": "CPUAdamBuilder"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_state_of_every_optimizer(name: str, tmp_path: Path, build_op: Callable[[str], None]) -> None:
-    """S1: and `step`; nothing assumes exp_avg."""
-    if name in EXTENSIONS:
-        build_op(EXTENSIONS[name])
-    kind, more, expected = OPTIMIZERS[name]
-    recipe = Recipe(kind, **more)
-    losses = export(recipe, 2, tmp_path / "source")
-
-    found: dict[str, set[str]] = {}
-    for file in states(tmp_path / "source" / UNIVERSAL):
-        parameter, state = file.split("/")
-        found.setdefault(parameter, set()).add(state)
-    assert len(found) == 6
-    for parameter, has in found.items():
-        if name.startswith("muon"):
-            expected = {"momentum_buffer"} if parameter.endswith("weight") else ADAM
-        assert has == {"fp32"} | expected, parameter
-
-    rel = 1e-5 if kind.startswith("fp32") else 5e-3
-    assert_resumes(recipe, 2, tmp_path / "source", tmp_path / "dp2", losses, rel=0)
-    assert_resumes(recipe, 3, tmp_path / "source", tmp_path / "dp3", losses, rel=rel)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("offloaded_first", [True, False])
-def test_a_step_that_one_adam_counts_and_the_other_keeps_in_a_tensor(
-    offloaded_first: bool, tmp_path: Path, build_op: Callable[[str], None]
-) -> None:
-    """DeepSpeedCPUAdam and torch's AdamW, which are one algorithm, continue each other."""
-    build_op(EXTENSIONS["deepspeed_cpu_adam"])
-    offloaded, plain = Recipe("cpu_offload", **deepspeeds("AdamW", weight_decay=0.1)), Recipe("zero2")
-    source, target = (offloaded, plain) if offloaded_first else (plain, offloaded)
-    losses = export(source, 2, tmp_path / "source")
-    assert resume(target, 2, tmp_path / "source", again=tmp_path / "again") == pytest.approx(losses, rel=5e-3)
-    steps = {float(value) for name, value in states(tmp_path / "again" / UNIVERSAL).items() if name.endswith("step")}
-    assert steps == {3.0}
-
 
 # --------------------------------------------------------------------------------------------------- S2: learning rates
 
@@ -211,10 +101,6 @@ class Adapted(nn.Module):
 
 FROZEN = ["base.bias", "base.weight"]
 BUFFERS = ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var", "transposed"]
-
-
-def contents(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16_optimizer"])
@@ -603,19 +489,3 @@ def test_a_default_device_of_the_clients_is_left_alone(tmp_path: Path) -> None:
     run_ranks(body, 2)
     for again in ("elsewhere", "again"):
         assert_same_state(tmp_path / again / UNIVERSAL, tmp_path / "host" / UNIVERSAL)
-
-
-def test_another_optimizer_than_the_one_that_saved_is_remarked_on(tmp_path: Path) -> None:
-    def with_momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-
-    export(Recipe("fp32"), 2, tmp_path, after=0)
-
-    def body(recipe: Recipe) -> list[str]:
-        log = Log()
-        recipe.resumed(tmp_path)
-        return log.messages
-
-    (message,) = run_ranks(body, 1, Recipe("fp32", optimizer=with_momentum))[0]
-    assert "AdamW" in message and "SGD" in message and "load_optimizer_states=False" in message
-    assert run_ranks(body, 1, Recipe("fp32", optimizer=torch.optim.Adam))[0] == []

@@ -14,26 +14,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
-from torch import nn
 
 from tests.support import stock
 from tests.support.models import MLP, train
 from tests.support.ranks import run_ranks
-from tests.support.runs import TAG, UNIVERSAL, Recipe, assert_resumes, assert_same_state, export, resume, tensors
+from tests.support.runs import (
+    TAG,
+    UNIVERSAL,
+    Recipe,
+    assert_resumes,
+    assert_same_state,
+    export,
+    resume,
+    tensors,
+    with_groups_of,
+)
 
 BF16_REL = 5e-3  # reduction order alone, at another number of ranks
-
-
-def group_per_scalar(model: nn.Module) -> list[dict[str, Any]]:
-    """The layers in one group, and each extra parameter in one of its own."""
-    assert isinstance(model, MLP)
-    groups: list[dict[str, Any]] = [{"params": list(model.layers.parameters()), "weight_decay": 0.1}]
-    return groups + [{"params": [scalar], "weight_decay": 0.0} for scalar in model.scalars]
-
-
-def with_groups_of(numels: tuple[int, ...], kind: str, samples: int = 12) -> Recipe:
-    """An MLP with an extra parameter group of each of these many elements."""
-    return Recipe(kind, functools.partial(MLP, scalars=numels), groups=group_per_scalar, samples=samples)
 
 
 # (elements of the extra groups, DP, DP of resumes): at DP 4, 1 element leave three ranks without any; 9, 10 at DP 4 and

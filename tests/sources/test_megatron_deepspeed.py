@@ -6,19 +6,15 @@ No checkout is needed: what the integration knows layers by is the names of thei
 
 from __future__ import annotations
 
-import copy
 import functools
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.integrations.megatron_rng import grow_rng_states
 from megads_ucp.layout.attention import QKV_ORDER, AttentionOrder, Order, reordering_map
 from megads_ucp.layout.build import build_layout
 from megads_ucp.layout.rule import Rule
@@ -27,7 +23,7 @@ from megads_ucp.load.remarks import order_taken_for_granted
 from megads_ucp.sources.attributes import rules_from_attributes
 from megads_ucp.sources.megatron_deepspeed import rules_from_megatron_deepspeed
 from megads_ucp.sources.resolve import Claim, Trust, resolve
-from tests.sources.test_patterns import rebuild
+from tests.support.layouts import rebuild
 from tests.support.models import draw_weights
 from tests.support.runs import UNIVERSAL, Recipe, export, resume, tensors
 
@@ -288,50 +284,6 @@ def test_a_projection_of_other_heads_is_refused() -> None:
         reordering_map(AttentionOrder("blocks", 2, 2, 3), AttentionOrder("interleaved", 4, 1, 3), (24, 5), 1)
     with pytest.raises(LayoutError, match="update megads_ucp"):
         AttentionOrder.from_dict({"order": "sorted", "groups": 1, "queries": 1, "head_dim": 1})
-
-
-def megatron_rng_state(tp_rank: int) -> dict[str, Any]:
-    """In the form of megatron/checkpointing.py: tensor-parallel ranks share all but the tracker's state."""
-    shared = torch.Generator().manual_seed(1).get_state()
-    own = torch.Generator().manual_seed(2 + tp_rank).get_state()
-    return {
-        "random_rng_state": random.Random(1).getstate(),
-        "np_rng_state": numpy.random.RandomState(1).get_state(),
-        "torch_rng_state": shared,
-        "cuda_rng_state": shared,
-        "rng_tracker_states": {"model-parallel-rng": own},
-    }
-
-
-def test_new_data_parallel_ranks_get_random_states_of_their_own() -> None:
-    def drawn(state: torch.Tensor) -> tuple[float, ...]:
-        generator = torch.Generator()
-        generator.set_state(state)
-        return tuple(torch.rand(2, generator=generator).tolist())
-
-    loaded = [{"rng_state": [megatron_rng_state(tp_rank)], "iteration": 5} for tp_rank in range(2)]
-    for client_state in loaded:
-        grow_rng_states(client_state, 3)
-
-    one, other = (list(client_state["rng_state"]) for client_state in loaded)  # type: ignore[call-overload]
-    assert len(one) == 3 and one[0]["random_rng_state"] == random.Random(1).getstate()
-    assert len({drawn(state["torch_rng_state"]) for state in one + other}) == 3  # the same on tensor-parallel ranks
-    assert len({drawn(state["rng_tracker_states"]["model-parallel-rng"]) for state in one + other}) == 6
-    assert len({random_with(state["random_rng_state"]) for state in one}) == 3
-    assert len({state["np_rng_state"][1].tobytes() for state in one}) == 3
-
-
-def random_with(state: Any) -> float:
-    generator = random.Random()
-    generator.setstate(state)
-    return generator.random()
-
-
-@pytest.mark.parametrize("state", [None, {}, {"rng_state": "mine"}, {"rng_state": [1, 2]}, {"rng_state": []}])
-def test_other_clients_states_are_left_alone(state: Any) -> None:
-    before = copy.deepcopy(state)
-    grow_rng_states(state, 4)
-    assert state == before
 
 
 @pytest.mark.parametrize(("order", "scrambled"), [("blocks", True), ("interleaved", False)])
