@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which part of a parameter, seen from the full tensor."""
+"""A parameter's holdings, looked up by ranges of the full tensor."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Part(NamedTuple):
 
 
 class Holders:
-    """A subject's holdings by where they lie in the full tensor.
+    """A subject's holdings by their place in the full tensor.
 
-    Planning asks for the same ranges once per state and once more for the traffic, and at thousands of ranks looking
-    through all holdings each time is what would take long: boxes are searched by bisection, and answers are kept.
+    Planning looks up the same ranges once per state and once more for the traffic. At thousands of ranks a scan of all
+    holdings each time would dominate, so boxes are searched by bisection and results are cached.
 
     Raises:
         PlanError: the holdings do not make whole shards.
@@ -36,17 +36,17 @@ class Holders:
     def __init__(self, subject: Subject) -> None:
         _check_shards(subject)
         self.subject = subject
-        self._everything = tuple(
+        self._all_parts = tuple(
             _part(holding, boxes)
             for holding in subject.holdings
             if (boxes := subject.layout.runs(holding.tp_rank, holding.fragment.param_start, holding.fragment.numel))
         )
-        self._answers: dict[tuple[int, int], tuple[Part, ...]] = {(0, subject.layout.numel): self._everything}
+        self._cache: dict[tuple[int, int], tuple[Part, ...]] = {(0, subject.layout.numel): self._all_parts}
 
     @cached_property
     def _by_offset(self) -> tuple[list[tuple[int, Box]], list[int], list[int]]:
-        """(place in ``_everything``, box) by ascending full offset; these offsets; how far boxes up to each reach."""
-        boxes = [(place, box) for place, part in enumerate(self._everything) for box in part.boxes]
+        """(index in ``_all_parts``, box) by ascending full offset; these offsets; the reach of all boxes up to each."""
+        boxes = [(index, box) for index, part in enumerate(self._all_parts) for box in part.boxes]
         boxes.sort(key=lambda entry: entry[1].full_offset)
         reaches = accumulate((box.full_span[1] for _, box in boxes), max)
         return boxes, [box.full_offset for _, box in boxes], list(reaches)
@@ -57,17 +57,16 @@ class Holders:
         return {holding.rank: holding.tp_rank for holding in self.subject.holdings}
 
     def parts(self, start: int, stop: int) -> tuple[Part, ...]:
-        """What lies in elements [start, stop) of the full tensor, in the order of the holdings."""
-        answer = self._answers.get((start, stop))
-        if answer is None:
+        """The parts of elements [start, stop) of the full tensor, in the order of the holdings."""
+        if (start, stop) not in self._cache:
             boxes, offsets, reaches = self._by_offset
             found: dict[int, list[Box]] = defaultdict(list)
-            for place, box in boxes[bisect_right(reaches, start) : bisect_left(offsets, stop)]:
+            for index, box in boxes[bisect_right(reaches, start) : bisect_left(offsets, stop)]:
                 if inside := clip(box, start, stop):
-                    found[place].extend(inside)
-            answer = tuple(_part(self._everything[place].holding, tuple(found[place])) for place in sorted(found))
-            self._answers[start, stop] = answer
-        return answer
+                    found[index].extend(inside)
+            parts = (_part(self._all_parts[index].holding, tuple(found[index])) for index in sorted(found))
+            self._cache[start, stop] = tuple(parts)
+        return self._cache[start, stop]
 
     def overlap(self, start: int, stop: int) -> dict[int, int]:
         """Elements of [start, stop) that each rank holds; ranks that hold none are absent."""
@@ -99,7 +98,7 @@ def _check_shards(subject: Subject) -> None:
 
 def _broken(subject: Subject, tp_rank: int, end: int, start: int, between: str) -> PlanError:
     what = (
-        f"elements [{end}, {start}) of tensor-parallel rank {tp_rank}'s shard are held by nobody"
+        f"elements [{end}, {start}) of tensor-parallel rank {tp_rank}'s shard are held by no rank"
         if end < start
         else f"elements [{start}, {end}) of tensor-parallel rank {tp_rank}'s shard are held twice or outside it"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who reads which rows for whom, where no rank could read its own part of a file without other ranks' parts."""
+"""The plan of a cooperative resume: each extent of a file is read once and its parts travel to their holders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megads_ucp.plan.types import Extent, Plan, StateSpec, Subject, Transfer
 
 
 def reads_more_than_it_holds(subject: Subject) -> bool:
-    """Whether its holders would read other holders' elements between their own, as of a matrix that is cut along dim 1.
+    """Whether holders, each reading on its own, would also read elements of others, as of a matrix cut along dim 1.
 
     A rank reads from the first to the last element of each of its boxes: smaller reads cost more than they save.
     """
@@ -26,12 +26,12 @@ def make_read_plan(subjects: Sequence[Subject], extent_bytes: int, bucket_bytes:
     """A plan that runs backwards: every element of every file is read once, by a rank that holds some of its extent.
 
     Args:
-        subjects: the parameters to be read so, with the states and the files' dtypes; equal on all ranks.
-        extent_bytes: read at a time; at most ``bucket_bytes``.
-        bucket_bytes: the most a rank sends, and the most it receives, in one round.
+        subjects: the parameters to read, with their states and the files' dtypes; equal on all ranks.
+        extent_bytes: size of one read; at most ``bucket_bytes``.
+        bucket_bytes: most bytes that a rank sends, and that it receives, in one round.
 
     Raises:
-        PlanError: some element of a parameter is held by nobody.
+        PlanError: no rank holds some element of a parameter.
     """
     extents: list[Extent] = []
     transfers: list[Transfer] = []
@@ -40,7 +40,7 @@ def make_read_plan(subjects: Sequence[Subject], extent_bytes: int, bucket_bytes:
         holders = Holders(subject)
         for state, start, stop in _pieces(subject, extent_bytes):
             parts = holders.parts(start, stop)
-            # All that hold some of it do equally well: what they do not have to send, they have to receive.
+            # Any holder will do: it keeps its own part and sends the rest. So the least loaded one reads.
             reader = min((part.holding.rank for part in parts), key=lambda rank: (load[rank], rank))
             extent = Extent(index, state, start, stop, reader)
             load[reader] += extent.nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who writes which extent: balanced in bytes, and as much as possible by ranks that hold the bytes already."""
+"""Which rank writes which extent: balanced in bytes, and where possible a rank that already holds the bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from megads_ucp.plan.types import Extent, StateSpec
 SHARE_LIMIT = 1.1
 """A rank is given files until it holds this multiple of the mean share, then it is full."""
 
-
 SMALL_FILE = 0.05
-"""A file below this part of the mean share is not worth cutting: it may take a rank past SHARE_LIMIT. The lightest rank
-gets it, and that one is never above the mean, so max/mean stays far below the 1.2 that is promised."""
-
+"""A file below this part of the mean share is not cut: it may take a rank past SHARE_LIMIT. The lightest rank gets it,
+and that one is never above the mean, so max/mean stays far below the promised 1.2."""
 
 CUT_ALIGNMENT = 4096
-"""Files are cut at multiples of so many bytes (a page), unless shares are so small that it would unbalance them."""
+"""Files are cut at multiples of this many bytes (a page), unless shares are so small that it would unbalance them."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class _Loads:
 def assign_writers(holders: Sequence[Holders], world: int) -> list[Extent]:
     """Give every piece of every file to the rank that holds most of it and still has room, largest pieces first.
 
-    Where no holder has room the lightest rank takes the piece, or so much of it as it has room for.
+    Where no holder has room, the lightest rank takes the piece, or as much of it as it has room for.
     """
     files = [
         _Piece(index, state, 0, held.subject.layout.numel)
@@ -80,7 +78,7 @@ def assign_writers(holders: Sequence[Holders], world: int) -> list[Extent]:
         load.add(rank, piece.nbytes)
         extents.append(Extent(piece.subject, piece.state, piece.start, piece.stop, rank))
 
-    for piece in pieces:  # grows while it is walked: what is cut off a piece comes last
+    for piece in pieces:  # grows during the loop: the rest of a piece that is cut comes last
         overlap = holders[piece.subject].overlap(piece.start, piece.stop)
         fitting = [rank for rank in overlap if load[rank] + piece.nbytes <= limit]
         if fitting:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elements that several ranks hold a copy of: their checksums, and how the copies get to one rank.
 
-Those of other tensor-parallel ranks, and of other stages of a pipeline that have the parameter too.
+Copies are held by other tensor-parallel ranks, and by other pipeline stages that have the parameter too.
 
-Nobody's cuts are anybody else's: where tensor parallelism is uneven, the same element lies in another fragment, on
-another data-parallel rank, in each copy. So a checksum here is a *sum* over elements, each weighted by its place in the
-full tensor: whoever holds a part of a copy adds its part, in any order, and no two copies need be cut alike.
+No two copies need be cut alike: where tensor parallelism is uneven, the same element lies in another fragment of each
+copy, on another data-parallel rank. So a checksum is a *sum* over elements, each weighted by its place in the full
+tensor: every rank adds what its fragments contribute, in any order.
 """
 
 from __future__ import annotations
@@ -17,43 +17,54 @@ from math import prod
 from typing import NamedTuple
 
 from megads_ucp.layout.boxes import Box, Ints, clip
-from megads_ucp.plan.traffic import chunks, schedule
-from megads_ucp.plan.types import MESSAGE_ALIGNMENT, Extent, Holding, Plan, StateSpec, Subject, Transfer
+from megads_ucp.plan.traffic import chunks, schedule, transfer_limit
+from megads_ucp.plan.types import Extent, Holding, Plan, StateSpec, Subject, Transfer
 
 BLOCK = 1 << 16
 """Elements of the full tensor that share a checksum. The weights of one block (512 KiB) stay in a core's cache."""
 
 
-class Place(NamedTuple):
-    """Whose copy: ``stage`` counts the pipeline stages that have the parameter; 0 is the one that exports it."""
+class Replica(NamedTuple):
+    """One copy: ``stage`` counts the pipeline stages that have the parameter; stage 0 exports it."""
 
     stage: int
     tp_rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Lot:
-    """The elements in [start, stop) of one state of ``subjects[subject]`` that the same places have copies of.
+class ReplicaBlock:
+    """Elements of one block of one state that the same replicas hold.
 
-    ``places``, two or more, hold them all; the checksum of number ``i`` of them is number ``slot + i`` of all.
+    Attributes:
+        subject: index of the parameter.
+        state: the parameter's state.
+        start: first element of the block in the full tensor.
+        stop: one past its last element.
+        replicas: the copies, two or more.
+        slot: index of the first replica's checksum among all checksums; the other replicas' follow.
     """
 
     subject: int
     state: StateSpec
     start: int
     stop: int
-    places: tuple[Place, ...]
+    replicas: tuple[Replica, ...]
     slot: int
 
     @property
+    def slots(self) -> slice:
+        """The checksums of all its replicas."""
+        return slice(self.slot, self.slot + len(self.replicas))
+
+    @property
     def tp_ranks(self) -> Ints:
-        """Those that hold the elements on each of the stages."""
-        return tuple(place.tp_rank for place in self.places if place.stage == 0)
+        """The tensor-parallel ranks that hold the elements, the same on each of the stages."""
+        return tuple(replica.tp_rank for replica in self.replicas if replica.stage == 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one fragment adds to a checksum: boxes of it that lie in the block of the full tensor from ``start`` on."""
+class Contribution:
+    """What one fragment adds to a checksum: its boxes in the block of the full tensor that begins at ``start``."""
 
     slot: int
     holding: Holding
@@ -62,109 +73,117 @@ class Share:
     boxes: tuple[Box, ...]
 
 
-def lots_of(subjects: Sequence[Subject]) -> tuple[Lot, ...]:
-    """Everything of which there are copies that ought to agree, in an order that all ranks share.
+def replica_blocks(subjects: Sequence[Subject]) -> tuple[ReplicaBlock, ...]:
+    """All elements with copies that should agree, in an order that all ranks share.
 
     Averaged parameters differ by design, and what no optimizer owns may: see :class:`Subject`.
     """
-    lots: list[Lot] = []
+    blocks: list[ReplicaBlock] = []
     slot = 0
     for index, subject in enumerate(subjects):
         if not subject.owned or subject.layout.averaged:
             continue
-        stages = range(1 + len(subject.elsewhere))
-        for block, tp_ranks in _shared_blocks(subject):
-            places = tuple(Place(stage, tp_rank) for stage in stages for tp_rank in tp_ranks)
-            start, stop = block * BLOCK, min((block + 1) * BLOCK, subject.layout.numel)
+        stages = range(1 + len(subject.tied_holdings))
+        for number, tp_ranks in _replicated_blocks(subject):
+            replicas = tuple(Replica(stage, tp_rank) for stage in stages for tp_rank in tp_ranks)
+            start, stop = number * BLOCK, min((number + 1) * BLOCK, subject.layout.numel)
             for state in subject.states:
-                lots.append(Lot(index, state, start, stop, places, slot))
-                slot += len(places)
-    return tuple(lots)
+                blocks.append(ReplicaBlock(index, state, start, stop, replicas, slot))
+                slot += len(replicas)
+    return tuple(blocks)
 
 
-def _shared_blocks(subject: Subject) -> list[tuple[int, Ints]]:
-    """(block, TP ranks) wherever these, on one stage or on several, have copies of elements of that block. A strided
-    box may reach over blocks in which it has nothing: their checksums are all zero."""
+def _replicated_blocks(subject: Subject) -> list[tuple[int, Ints]]:
+    """(block number, TP ranks) of all blocks in which these TP ranks, on one stage or several, have copies.
+
+    A strided box may span blocks in which it has no element: their checksums are all zero.
+    """
     layout = subject.layout
     found: set[tuple[int, Ints]] = set()
     for tp_rank, shape in enumerate(layout.shard_shapes):
         for box in layout.runs(tp_rank, 0, prod(shape)):
             if box.holders[0] == tp_rank and _has_copies(subject, box):
-                found.update((block, box.holders) for block in _blocks(box))
+                found.update((number, box.holders) for number in _block_numbers(box))
     return sorted(found)
 
 
 def _has_copies(subject: Subject, box: Box) -> bool:
-    return len(box.holders) > 1 or bool(subject.elsewhere)
+    return len(box.holders) > 1 or bool(subject.tied_holdings)
 
 
-def _blocks(box: Box) -> range:
+def _block_numbers(box: Box) -> range:
     first, end = box.full_span
     return range(first // BLOCK, (end - 1) // BLOCK + 1)
 
 
-def shares_of(subjects: Sequence[Subject], lots: Sequence[Lot], rank: int) -> list[Share]:
+def contributions(subjects: Sequence[Subject], blocks: Sequence[ReplicaBlock], rank: int) -> list[Contribution]:
     """What ``rank`` adds to which checksum."""
-    at: dict[tuple[int, int, Ints], list[Lot]] = defaultdict(list)
-    for lot in lots:
-        at[lot.subject, lot.start // BLOCK, lot.tp_ranks].append(lot)
-    shares = []
-    for index in dict.fromkeys(lot.subject for lot in lots):
-        for place, holding in _everywhere(subjects[index]):
+    blocks_at: dict[tuple[int, int, Ints], list[ReplicaBlock]] = defaultdict(list)
+    for block in blocks:
+        blocks_at[block.subject, block.start // BLOCK, block.tp_ranks].append(block)
+    found = []
+    for index in dict.fromkeys(block.subject for block in blocks):
+        for replica, holding in _all_holdings(subjects[index]):
             if holding.rank != rank:
                 continue
-            found: dict[tuple[int, Ints], list[Box]] = defaultdict(list)
-            for box in _boxes(subjects[index], holding):
-                for block in _blocks(box) if _has_copies(subjects[index], box) else ():
-                    if inside := clip(box, block * BLOCK, (block + 1) * BLOCK):
-                        found[block, box.holders] += inside
-            for (block, holders), boxes in found.items():
-                for lot in at[index, block, holders]:
-                    slot = lot.slot + lot.places.index(place)
-                    shares.append(Share(slot, holding, lot.state, lot.start, tuple(boxes)))
-    return shares
+            for (number, holders), boxes in _boxes_by_block(subjects[index], holding).items():
+                for block in blocks_at[index, number, holders]:
+                    slot = block.slot + block.replicas.index(replica)
+                    found.append(Contribution(slot, holding, block.state, block.start, tuple(boxes)))
+    return found
 
 
-def _everywhere(subject: Subject) -> Iterator[tuple[Place, Holding]]:
-    """Every holding, on other stages too, with the place whose copy it is a part of."""
-    for stage, holdings in enumerate((subject.holdings, *subject.elsewhere)):
+def _boxes_by_block(subject: Subject, holding: Holding) -> dict[tuple[int, Ints], list[Box]]:
+    """The boxes of a holding that have copies, by block number and TP ranks that hold a copy."""
+    found: dict[tuple[int, Ints], list[Box]] = defaultdict(list)
+    for box in _boxes(subject, holding):
+        for number in _block_numbers(box) if _has_copies(subject, box) else ():
+            if inside := clip(box, number * BLOCK, (number + 1) * BLOCK):
+                found[number, box.holders] += inside
+    return found
+
+
+def _all_holdings(subject: Subject) -> Iterator[tuple[Replica, Holding]]:
+    """Every holding on every stage, with the replica that it is a part of."""
+    for stage, holdings in enumerate((subject.holdings, *subject.tied_holdings)):
         for holding in holdings:
-            yield Place(stage, holding.tp_rank), holding
+            yield Replica(stage, holding.tp_rank), holding
 
 
 def _boxes(subject: Subject, holding: Holding) -> tuple[Box, ...]:
     return subject.layout.runs(holding.tp_rank, holding.fragment.param_start, holding.fragment.numel)
 
 
-def inspection(subjects: Sequence[Subject], lots: Sequence[Lot], bucket_bytes: int) -> Plan:
-    """A plan that brings all copies of each lot to one of the ranks that hold it, that of place ``i`` in turn ``i``.
+def make_inspection_plan(subjects: Sequence[Subject], blocks: Sequence[ReplicaBlock], bucket_bytes: int) -> Plan:
+    """A plan that brings all replicas of each block to one of the ranks that hold it, as copies in their order.
 
-    Its extents are the lots, in their order; nothing is to be written, so values stay in their live dtype.
+    Its extents are the blocks, in their order; nothing is to be written, so values stay in their live dtype.
     """
     extents, transfers = [], []
-    for index, lot in enumerate(lots):
-        parts = list(_parts(subjects[lot.subject], lot))
-        state = replace(lot.state, written=lot.state.live)
-        extents.append(Extent(lot.subject, state, lot.start, lot.stop, writer=parts[0][1].rank))
-        limit = bucket_bytes // MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT // state.live.itemsize
-        for turn, holding, boxes in parts:
-            transfers += [Transfer(index, holding, *chunk, turn) for chunk in chunks(boxes, limit)]
+    for index, block in enumerate(blocks):
+        parts = list(_parts(subjects[block.subject], block))
+        state = replace(block.state, written=block.state.live)
+        extent = Extent(block.subject, state, block.start, block.stop, writer=parts[0][1].rank)
+        extents.append(extent)
+        for copy_index, holding, boxes in parts:
+            bundles = chunks(boxes, transfer_limit(bucket_bytes, extent))
+            transfers += [Transfer(index, holding, *bundle, copy_index) for bundle in bundles]
     return Plan(tuple(subjects), tuple(extents), tuple(schedule(extents, transfers, bucket_bytes)))
 
 
-def _parts(subject: Subject, lot: Lot) -> Iterator[tuple[int, Holding, list[Box]]]:
-    """(number of the place, a holding of it, its boxes in the lot) of all that have any, by that number."""
-    for turn, place in enumerate(lot.places):
-        for its_place, holding in _everywhere(subject):
-            if its_place == place:
-                boxes = [box for box in _boxes(subject, holding) if box.holders == lot.tp_ranks]
-                if inside := [part for box in boxes for part in clip(box, lot.start, lot.stop)]:
-                    yield turn, holding, inside
+def _parts(subject: Subject, block: ReplicaBlock) -> Iterator[tuple[int, Holding, list[Box]]]:
+    """(index of the replica, a holding of it, its boxes in the block) of all that have any, by that index."""
+    for index, wanted in enumerate(block.replicas):
+        for replica, holding in _all_holdings(subject):
+            if replica == wanted:
+                boxes = [box for box in _boxes(subject, holding) if box.holders == block.tp_ranks]
+                if inside := [part for box in boxes for part in clip(box, block.start, block.stop)]:
+                    yield index, holding, inside
 
 
-def holder_of(subject: Subject, place: Place, element: int) -> int:
-    """The global rank that has the place's copy of one element of the full tensor."""
-    for its_place, holding in _everywhere(subject):
-        if its_place == place and any(clip(box, element, element + 1) for box in _boxes(subject, holding)):
+def holder_of(subject: Subject, replica: Replica, element: int) -> int:
+    """The global rank that holds one element of the full tensor in a replica."""
+    for candidate, holding in _all_holdings(subject):
+        if candidate == replica and any(clip(box, element, element + 1) for box in _boxes(subject, holding)):
             return holding.rank
-    raise AssertionError(f"{place} has no copy of element {element} of {subject.name}")
+    raise AssertionError(f"{replica} has no copy of element {element} of {subject.name}")

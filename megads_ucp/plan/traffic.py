@@ -1,52 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels to the writer of an extent, in which turn, and in which round."""
+"""What travels to the writer of an extent, as which copy, and in which round."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from megads_ucp.layout.boxes import Box
-from megads_ucp.plan.holders import Holders
 from megads_ucp.plan.types import MESSAGE_ALIGNMENT, Extent, Transfer, message_bytes
+
+if TYPE_CHECKING:
+    from megads_ucp.layout.boxes import Box
+    from megads_ucp.plan.holders import Holders
 
 
 def transfers_of(index: int, extent: Extent, holders: Holders, bucket_bytes: int) -> list[Transfer]:
-    """All transfers of extent number ``index``, none larger than a bucket, in the order of their turns."""
+    """All transfers of extent number ``index``, none larger than a bucket, in the order of their copies."""
     subject = holders.subject
     averaged = subject.layout.averaged
-    near = None if averaged or not subject.owned else holders.tp_rank_of.get(extent.writer)
-    limit = bucket_bytes // MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT // extent.state.live.itemsize
+    preferred = None if averaged or not subject.owned else holders.tp_rank_of.get(extent.writer)
+    limit = transfer_limit(bucket_bytes, extent)
     transfers: list[Transfer] = []
     for holding, boxes, numel in holders.parts(extent.start, extent.stop):
-        turns = [_turn(box, holding.tp_rank, near) for box in boxes]
-        if numel <= limit and not any(turns):  # nearly all of them, at scale
+        copies = [_copy_index(box, holding.tp_rank, preferred) for box in boxes]
+        if numel <= limit and not any(copies):  # nearly all of them, at scale
             transfers.append(Transfer(index, holding, boxes, numel, 0))
             continue
-        for turn in sorted(set(turns)):
-            if turn == 0 or averaged:  # one copy will do: that they agree is found out otherwise
-                copies = [box for box, its_turn in zip(boxes, turns, strict=True) if its_turn == turn]
-                transfers.extend(Transfer(index, holding, *chunk, turn) for chunk in chunks(copies, limit))
-    return sorted(transfers, key=lambda transfer: transfer.turn)
+        # One copy is enough, unless they are averaged: whether copies agree is checked before the export.
+        for copy_index in sorted(set(copies)) if averaged else [0]:
+            chosen = [box for box, copy in zip(boxes, copies, strict=True) if copy == copy_index]
+            transfers.extend(Transfer(index, holding, *chunk, copy_index) for chunk in chunks(chosen, limit))
+    return sorted(transfers, key=lambda transfer: transfer.copy_index)
 
 
-def _turn(box: Box, tp_rank: int, near: int | None) -> int:
-    """Which copy this is of elements that several tensor-parallel ranks hold.
+def transfer_limit(bucket_bytes: int, extent: Extent) -> int:
+    """Most elements of the extent's state that fit in a bucket."""
+    return bucket_bytes // MESSAGE_ALIGNMENT * MESSAGE_ALIGNMENT // extent.state.live.itemsize
 
-    ``near``, the writer's own tensor-parallel rank, comes first where it has a copy: what is on the spot need not
-    travel. It is None for copies that are averaged, which are added in rank order, as the stock converter does
+
+def _copy_index(box: Box, tp_rank: int, preferred: int | None) -> int:
+    """Which of the copies that tensor-parallel ranks hold of a box is that of ``tp_rank``.
+
+    Copies are counted from that of ``preferred``, the writer's own tensor-parallel rank, if it has one: local data need
+    not travel. It is None for copies that are averaged, which are added in rank order, as in the stock converter
     (ds_to_universal.merge_tp_slices): floating-point addition is not associative to the last bit.
     """
     copies = len(box.holders)
     if copies <= 1:
         return 0
-    first = box.holders.index(near) if near in box.holders else 0
+    first = box.holders.index(preferred) if preferred in box.holders else 0
     return (box.holders.index(tp_rank) - first) % copies
 
 
 def chunks(boxes: Iterable[Box], limit: int) -> Iterator[tuple[tuple[Box, ...], int]]:
-    """The boxes in order, in bundles, each with its number of elements, at most ``limit``; boxes are cut to fit."""
+    """The boxes in order, in bundles of at most ``limit`` elements, each with that number; boxes are cut to fit."""
     bundle: list[Box] = []
     room = limit
     for box in boxes:
@@ -61,8 +69,13 @@ def chunks(boxes: Iterable[Box], limit: int) -> Iterator[tuple[tuple[Box, ...], 
 
 
 def cut_box(box: Box, limit: int, *, spans: bool = False) -> Iterator[Box]:
-    """The box in parts of at most ``limit`` elements, in order; with ``spans``, elements of the full tensor that a part
-    reaches over count, not only those it takes."""
+    """The box in parts of at most ``limit`` elements, in order.
+
+    Args:
+        box: what to cut.
+        limit: elements.
+        spans: whether all elements of the full tensor between a part's first and last one count, not only its own.
+    """
     size = box.full_span[1] - box.full_span[0] if spans else box.numel
     if size <= limit or not box.shape:
         yield box
@@ -83,22 +96,24 @@ def cut_box(box: Box, limit: int, *, spans: bool = False) -> Iterator[Box]:
 def schedule(extents: Sequence[Extent], transfers: Iterable[Transfer], bucket_bytes: int) -> Iterator[Transfer]:
     """Put every transfer into the first round in which its sender and its writer still have room for it.
 
-    A writer takes its transfers in order. Extents with several turns come last, so that the others can be written while
-    these still travel. Writers are served in turn, one transfer each, so that none hogs the early rounds.
+    A writer takes its transfers in order. Extents with several copies come last, so that the others can be written
+    while these still travel. Writers are served one transfer each, over and over, so that none hogs the early rounds.
     """
     sent: dict[tuple[int, int], int] = defaultdict(int)
     received: dict[tuple[int, int], int] = defaultdict(int)
     reached: dict[int, int] = defaultdict(int)
-    for writer, transfer in _in_turn(_streams(extents, transfers)):
-        sender, turn = transfer.holding.rank, reached[writer]
+    for writer, transfer in _interleaved(_streams(extents, transfers)):
+        sender, number = transfer.holding.rank, reached[writer]
         if sender != writer:
             size = message_bytes(transfer.numel, extents[transfer.extent].state.live.itemsize)
-            while sent[sender, turn] + size > bucket_bytes or received[writer, turn] + size > bucket_bytes:
-                turn += 1
-            sent[sender, turn] += size
-            received[writer, turn] += size
-        reached[writer] = turn
-        yield Transfer(transfer.extent, transfer.holding, transfer.boxes, transfer.numel, transfer.turn, turn)
+            while sent[sender, number] + size > bucket_bytes or received[writer, number] + size > bucket_bytes:
+                number += 1
+            sent[sender, number] += size
+            received[writer, number] += size
+        reached[writer] = number
+        yield Transfer(
+            transfer.extent, transfer.holding, transfer.boxes, transfer.numel, transfer.copy_index, round=number
+        )
 
 
 def _streams(extents: Sequence[Extent], transfers: Iterable[Transfer]) -> dict[int, list[Transfer]]:
@@ -107,12 +122,12 @@ def _streams(extents: Sequence[Extent], transfers: Iterable[Transfer]) -> dict[i
     for transfer in transfers:
         by_extent[transfer.extent].append(transfer)
     streams: dict[int, list[Transfer]] = defaultdict(list)
-    for index in sorted(by_extent, key=lambda index: by_extent[index][-1].turn > 0):
+    for index in sorted(by_extent, key=lambda index: by_extent[index][-1].copy_index > 0):
         streams[extents[index].writer].extend(by_extent[index])
     return streams
 
 
-def _in_turn(streams: dict[int, list[Transfer]]) -> Iterator[tuple[int, Transfer]]:
+def _interleaved(streams: dict[int, list[Transfer]]) -> Iterator[tuple[int, Transfer]]:
     """One transfer of each writer, then the next of each, and so on."""
     waiting = sorted(streams)
     position = 0

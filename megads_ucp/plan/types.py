@@ -1,26 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of a plan: who holds what, who writes what, what travels. Data only."""
+"""The terms of a plan. Data only.
+
+A *file* is one state of one parameter, whole. It usually has one writer; a file larger than a rank's share of the whole
+checkpoint is cut into *extents*, ranges of its elements, with a writer each. A *holding* is a fragment of the parameter
+on some rank. A *transfer* is the part of a holding that lies in one extent; it travels in some *round*, and no rank
+sends or receives more than a bounded number of bytes in a round.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megads_ucp.layout.boxes import Box
-from megads_ucp.layout.layout import Layout
-from megads_ucp.layout.partition import Fragment
+if TYPE_CHECKING:
+    from megads_ucp.layout.boxes import Box
+    from megads_ucp.layout.layout import Layout
+    from megads_ucp.layout.partition import Fragment
 
 MESSAGE_ALIGNMENT = 8
-"""Transfers start at multiples of so many bytes in a message, so that any dtype can be viewed in it."""
+"""In a message, transfers start at multiples of this many bytes, so that any dtype can be viewed in it."""
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state of a parameter: its name, its dtype on the ranks and in the file."""
+    """One state of a parameter.
+
+    Attributes:
+        name: as in the file's name: ``fp32``, ``exp_avg`` and so on.
+        live: dtype on the ranks.
+        written: dtype in the file.
+    """
 
     name: str
     live: torch.dtype
@@ -29,7 +42,14 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Holding:
-    """A fragment of a parameter in some rank's partition of one of its groups (-1: not owned by the optimizer)."""
+    """A fragment of a parameter on some rank.
+
+    Attributes:
+        rank: global rank.
+        tp_rank: its tensor-parallel rank.
+        group: index of the optimizer's group; -1 for what no optimizer owns.
+        fragment: its place in the parameter's shard and in the group's partition.
+    """
 
     rank: int
     tp_rank: int
@@ -39,34 +59,45 @@ class Holding:
 
 @dataclass(frozen=True)
 class Subject:
-    """A parameter to be exported: how it is cut, its states, and everybody who holds a part of it."""
+    """A parameter to be exported.
+
+    Attributes:
+        layout: how it is cut.
+        states: its states, each a file.
+        holdings: all its fragments on the pipeline stage that exports it.
+        owned: whether an optimizer owns it. Copies of what none owns (buffers) may differ; the first one is written, or
+            their mean where the layout is an averaged one.
+        rounds_alike: whether the gradients of its copies on tensor-parallel ranks are summed in the same order, so that
+            intact copies are equal to the last bit.
+        tied_holdings: for each further pipeline stage that keeps a copy (a tied parameter), all fragments there, cut
+            over TP ranks like the first: compared, never written.
+    """
 
     layout: Layout
     states: tuple[StateSpec, ...]
     holdings: tuple[Holding, ...]
     owned: bool = True
-    """Whether an optimizer owns it. Copies of what none owns (buffers) may differ; the first one is written, or
-    their mean where the layout says so."""
     rounds_alike: bool = True
-    """Whether its copies on tensor-parallel ranks come from sums that all have one rounding, so that they are equal to
-    the last bit as long as nothing is wrong."""
-    elsewhere: tuple[tuple[Holding, ...], ...] = ()
-    """Who holds a copy of it on each further pipeline stage that keeps one (a tied parameter), cut over TP ranks like
-    the first: compared, never written."""
+    tied_holdings: tuple[tuple[Holding, ...], ...] = ()
 
     @property
     def name(self) -> str:
         return self.layout.name
 
     def metadata(self) -> dict[str, Any]:
-        """The keys beside "param" in its files; the stock converter gives none to what no optimizer owns."""
+        """The keys beside "param" in its files; none, as from the stock converter, where no optimizer owns it."""
         return self.layout.metadata() if self.owned else {}
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements [start, stop) of the file of one state of ``subjects[subject]``, and the rank that writes them (that
-    reads them, in a plan that runs backwards)."""
+    """Elements [start, stop) of one file.
+
+    Attributes:
+        subject: index of the parameter in :attr:`Plan.subjects`.
+        state: the parameter's state that the file has.
+        writer: global rank that writes the extent, or reads it in a plan that runs backwards.
+    """
 
     subject: int
     state: StateSpec
@@ -85,17 +116,21 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The boxes of one holding that lie in one extent, ``numel`` elements in all.
+    """The boxes of one holding that lie in one extent.
 
-    ``turn`` 0 lays elements down; every later turn brings another copy of them, to be added (or, in an inspection,
-    compared). A writer takes the turns of an extent in order.
+    Attributes:
+        extent: index in :attr:`Plan.extents`.
+        numel: elements of all boxes.
+        copy_index: 0 for the copy that is laid down; higher ones are added to it (or, in an inspection, compared with
+            it). A writer takes the copies of an extent in ascending order.
+        round: in which it travels.
     """
 
     extent: int
     holding: Holding
     boxes: tuple[Box, ...]
     numel: int
-    turn: int
+    copy_index: int
     round: int = 0
 
 
@@ -106,9 +141,11 @@ def message_bytes(numel: int, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does in one export. ``transfers`` are in the order in which each writer takes them.
+    """What every rank does in one export, inspection or resume.
 
-    A plan that runs ``backwards`` is one of a resume: extents are read by their writers, and travel to the holdings.
+    Attributes:
+        transfers: in the order in which each writer takes them.
+        backwards: whether it is the plan of a resume: extents are read by their writers and travel to the holdings.
     """
 
     subjects: tuple[Subject, ...]
@@ -167,7 +204,7 @@ class Plan:
         return dict(transfers)
 
     def incoming(self, rank: int) -> list[Transfer]:
-        """What ``rank`` lays down, what it has itself included, in order."""
+        """What ``rank`` lays down, its own holdings included, in order."""
         return self._by_receiver.get(rank, [])
 
     def outgoing(self, rank: int) -> list[Transfer]:

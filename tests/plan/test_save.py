@@ -35,7 +35,7 @@ def simulate(plan: Plan, extent: Extent, transfers: list[Transfer], values: Valu
         held = values.shards[transfer.holding.tp_rank][fragment.param_start : fragment.param_start + fragment.numel]
         for box in transfer.boxes:
             value, target = box.shard_view(held, fragment.param_start), box.full_view(buffer, extent.start)
-            if transfer.turn == 0:
+            if transfer.copy_index == 0:
                 assert target.isnan().all(), "laid down twice"
                 target.copy_(value)
             else:
@@ -104,14 +104,14 @@ def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(job, bucket):
 
 @patient
 @given(jobs(), BUCKETS)
-def test_a_writer_takes_rounds_and_turns_in_order_and_peers_agree_on_the_order(job, bucket):
+def test_a_writer_takes_rounds_and_copies_in_order_and_peers_agree_on_the_order(job, bucket):
     plan = make_plan(job.subjects(), job.world, bucket)
     for writer in range(job.world):
         incoming = plan.incoming(writer)
         assert [t.round for t in incoming] == sorted(t.round for t in incoming)
         for extent in {transfer.extent for transfer in incoming}:
-            turns = [transfer.turn for transfer in incoming if transfer.extent == extent]
-            assert turns == sorted(turns)
+            copies = [transfer.copy_index for transfer in incoming if transfer.extent == extent]
+            assert copies == sorted(copies)
         for sender in range(job.world):
             expected = [t for t in incoming if t.holding.rank == sender and sender != writer]
             assert [t for t in plan.outgoing(sender) if plan.writer(t) == writer] == expected
@@ -130,10 +130,10 @@ def test_an_element_arrives_once_and_of_averaged_ones_every_copy_in_rank_order(j
             assert transfer.numel == sum(box.numel for box in transfer.boxes) > 0
             for box in transfer.boxes:
                 view = box.full_view(copies, extent.start)
-                assert (view == transfer.turn).all()  # turn n finds n copies there
+                assert (view == transfer.copy_index).all()  # copy n finds n copies there
                 view += 1
                 if layout.averaged:
-                    assert transfer.holding.tp_rank == transfer.turn
+                    assert transfer.holding.tp_rank == transfer.copy_index
         assert (copies == (layout.tp_degree if layout.averaged else 1)).all()
         if not subject.owned and not layout.averaged:
             assert all(t.holding.tp_rank == box.holders[0] for t in arriving[index] for box in t.boxes)
@@ -168,7 +168,7 @@ def test_an_element_that_nobody_holds_is_an_error_that_names_it(job, data):
     lost = data.draw(st.sampled_from(subject.holdings))
     subjects[index] = replace(subject, holdings=tuple(h for h in subject.holdings if h is not lost))
 
-    with pytest.raises(PlanError, match=rf"{subject.name}: .*tensor-parallel rank {lost.tp_rank}'s shard .*nobody"):
+    with pytest.raises(PlanError, match=rf"{subject.name}: .*tensor-parallel rank {lost.tp_rank}'s shard .*by no rank"):
         make_plan(subjects, job.world, 1 << 20)
 
 
@@ -183,7 +183,7 @@ def test_a_missing_fragment_is_named_with_its_neighbours():
     with pytest.raises(PlanError, match=r"norm\.weight: elements \[4, 8\) .*rank 0's fragment and rank 2's fragment"):
         make_plan([holed], 3, 64)
     short = replace(subject, holdings=subject.holdings[:2])
-    with pytest.raises(PlanError, match=r"\[8, 12\) .* held by nobody, between rank 1's fragment and the end"):
+    with pytest.raises(PlanError, match=r"\[8, 12\) .* held by no rank, between rank 1's fragment and the end"):
         make_plan([short], 3, 64)
 
 
@@ -210,7 +210,7 @@ def test_a_writers_own_copy_of_a_replica_is_taken_and_nothing_travels():
     plan = make_plan(job.subjects(), job.world, 64)
 
     for extent in plan.extents:
-        first = next(t for t in plan.transfers if plan.extents[t.extent] is extent and t.turn == 0)
+        first = next(t for t in plan.transfers if plan.extents[t.extent] is extent and t.copy_index == 0)
         assert first.holding.rank == extent.writer
     assert plan.bytes_moved == 0
 
@@ -235,11 +235,11 @@ def test_a_frozen_parameter_that_is_averaged_gets_all_copies():
     plan = make_plan(job.subjects(), job.world, 64)
 
     copies = {
-        index: [(t.turn, t.holding.tp_rank) for t in transfers]
+        index: [(t.copy_index, t.holding.tp_rank) for t in transfers]
         for index, transfers in by_extent(plan).items()
         if plan.subjects[plan.extents[index].subject].name == "frozen"
     }
-    assert copies and all(turns == [(0, 0), (1, 1), (2, 2)] for turns in copies.values())
+    assert copies and all(order == [(0, 0), (1, 1), (2, 2)] for order in copies.values())
 
 
 def test_a_parameter_without_elements_has_one_extent_and_no_transfers():

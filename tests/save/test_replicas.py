@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import megads_ucp
 from megads_ucp.comm.channel import Channel
-from megads_ucp.engine.adapter import live_state
+from megads_ucp.engine.adapter import engine_state
 from megads_ucp.errors import DriftError
 from megads_ucp.layout.build import build_layout
 from megads_ucp.layout.rule import Rule
-from megads_ucp.plan.replicas import BLOCK, inspection, lots_of
+from megads_ucp.plan.replicas import BLOCK, make_inspection_plan, replica_blocks
 from megads_ucp.plan.types import Holding, StateSpec, Subject
 from megads_ucp.save.replicas import Comparison, Drift, Values
 from tests.support.autotp import Topology, batches, case
@@ -61,27 +61,27 @@ def values_in(shards: Shards) -> Values:
 @given(jobs(), st.data())
 def test_copies_however_they_are_cut_have_one_checksum_and_one_flipped_bit_is_seen(job: Job, data: Any) -> None:
     subjects, shards = job.subjects(), shards_of(job)
-    lots = lots_of(subjects)
+    blocks = replica_blocks(subjects)
     comparisons = [Comparison(subjects, rank) for rank in range(job.world)]
 
     def told() -> list[list[int]]:
         parts = [comparison.checksums(values_in(shards)) for comparison in comparisons]
         sums = torch.stack(parts).sum(0).tolist()
-        return [sums[lot.slot : lot.slot + len(lot.places)] for lot in lots]
+        return [sums[block.slots] for block in blocks]
 
-    if not lots:
+    if not blocks:
         return
     assert all(len(set(sums)) == 1 for sums in told())
 
-    lot = data.draw(st.sampled_from(lots))
-    tp_rank = data.draw(st.sampled_from(lot.tp_ranks))
-    subject = subjects[lot.subject]
-    shard = shards[subject.name, lot.state.name][tp_rank]
-    boxes = [box for box in subject.layout.runs(tp_rank, 0, shard.numel()) if box.holders == lot.tp_ranks]
+    block = data.draw(st.sampled_from(blocks))
+    tp_rank = data.draw(st.sampled_from(block.tp_ranks))
+    subject = subjects[block.subject]
+    shard = shards[subject.name, block.state.name][tp_rank]
+    boxes = [box for box in subject.layout.runs(tp_rank, 0, shard.numel()) if box.holders == block.tp_ranks]
     box = data.draw(st.sampled_from(boxes))
     bits = shard.view({2: torch.int16, 4: torch.int32}[shard.element_size()])
     bits[box.shard_offset] ^= 1 << data.draw(st.integers(0, 8 * shard.element_size() - 2))
-    assert [len(set(sums)) for sums in told()] == [1 + (other is lot) for other in lots]
+    assert [len(set(sums)) for sums in told()] == [1 + (other is block) for other in blocks]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -117,22 +117,22 @@ def test_swapped_elements_and_a_shifted_copy_are_seen_and_equal_bits_never_are(d
 
 @settings(max_examples=40, deadline=None)
 @given(jobs(), st.sampled_from([64, 300, 1 << 20]))
-def test_an_inspection_brings_every_copy_of_every_element_of_a_lot_once(job: Job, bucket: int) -> None:
+def test_an_inspection_brings_every_copy_of_every_element_of_a_block_once(job: Job, bucket: int) -> None:
     subjects = job.subjects()
-    lots = lots_of(subjects)
-    plan = inspection(subjects, lots, bucket)
-    arrived = [torch.zeros(len(lot.tp_ranks), lot.stop - lot.start, dtype=torch.int64) for lot in lots]
+    blocks = replica_blocks(subjects)
+    plan = make_inspection_plan(subjects, blocks, bucket)
+    arrived = [torch.zeros(len(block.tp_ranks), block.stop - block.start, dtype=torch.int64) for block in blocks]
     for transfer in plan.transfers:
-        lot = lots[transfer.extent]
-        assert transfer.holding.tp_rank == lot.tp_ranks[transfer.turn]
+        block = blocks[transfer.extent]
+        assert transfer.holding.tp_rank == block.tp_ranks[transfer.copy_index]
         for box in transfer.boxes:
-            assert box.holders == lot.tp_ranks
-            box.full_view(arrived[transfer.extent][transfer.turn], lot.start).add_(1)
-    for lot, copies in zip(lots, arrived, strict=True):
-        assert copies.max() == 1 and (copies == copies[0]).all(), lot
+            assert box.holders == block.tp_ranks
+            box.full_view(arrived[transfer.extent][transfer.copy_index], block.start).add_(1)
+    for block, copies in zip(blocks, arrived, strict=True):
+        assert copies.max() == 1 and (copies == copies[0]).all(), block
     for index, subject in enumerate(subjects):
         if subject.owned and subject.layout.replicated and subject.layout.tp_degree > 1:
-            assert sum(int(c[0].sum()) for lot, c in zip(lots, arrived, strict=True) if lot.subject == index) == (
+            assert sum(int(c[0].sum()) for block, c in zip(blocks, arrived, strict=True) if block.subject == index) == (
                 len(subject.states) * subject.layout.numel
             )
 
@@ -140,7 +140,8 @@ def test_an_inspection_brings_every_copy_of_every_element_of_a_lot_once(job: Job
 def test_what_is_averaged_or_belongs_to_no_optimizer_is_not_compared() -> None:
     averaged = build_layout("router", Rule("averaged", "test"), [(6,)] * 2)
     cut = build_layout("column", Rule("split", "test", dim=0), [(6,)] * 2)
-    assert lots_of(Job((averaged, cut), (replicated("buffer", 4, 2),), ADAM, tp_degree=2, degree=2).subjects()) == ()
+    job = Job((averaged, cut), (replicated("buffer", 4, 2),), ADAM, tp_degree=2, degree=2)
+    assert replica_blocks(job.subjects()) == ()
 
 
 # ------------------------------------------------------------------------------------------------- what ranks are told
@@ -174,7 +175,7 @@ def test_stages_are_compared_however_each_is_cut_and_told_apart_from_ranks_of_on
     first = Job(layouts, (), ADAM[:1], tp_degree=2, degree=1).subjects()
     later = Job((*layouts, replicated("head", 8, 2)), (), ADAM[:1], tp_degree=2, degree=2).subjects()
     subjects = tuple(
-        replace(one, elsewhere=(tuple(replace(holding, rank=2 + holding.rank) for holding in other.holdings),))
+        replace(one, tied_holdings=(tuple(replace(holding, rank=2 + holding.rank) for holding in other.holdings),))
         for one, other in zip(first, later, strict=False)
     )
 
@@ -246,7 +247,7 @@ def nudged(engine: Any, name: str, state: str, element: int, tp_rank: int) -> It
 
     Yields (true, off) on ranks that hold the element of some copy, None on others.
     """
-    live = live_state(engine)
+    live = engine_state(engine)
     here = [
         group.sharded_states()[state].detach().narrow(0, fragment.partition_start + element - fragment.param_start, 1)
         for group in live.groups
