@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors this package raises. Each message names the file, parameter or rank concerned and the way out."""
+"""The errors of this package. Each message names the file, parameter or rank concerned and the way out."""
 
 from __future__ import annotations
 
 
 class UniversalCheckpointError(RuntimeError):
-    """Base of every error raised by megads_ucp."""
+    """Base of all errors that megads_ucp raises."""
 
 
 class UnsupportedError(UniversalCheckpointError):
-    """The engine is of a kind that cannot be exported or restored yet."""
+    """This engine, or this DeepSpeed, cannot be exported or restored."""
 
 
 class TensorParallelError(UniversalCheckpointError):
-    """A model's tensor parallelism is not what its configuration asks for."""
+    """The tensor parallelism of a model differs from what its configuration asks for."""
 
 
 class LayoutError(UniversalCheckpointError):
@@ -21,20 +21,20 @@ class LayoutError(UniversalCheckpointError):
 
 
 class DriftError(UniversalCheckpointError):
-    """Copies of a parameter, or of its state, that ought to be equal are not."""
+    """Replicas of a parameter or of its optimizer state, which must be equal, differ."""
 
 
 class PlanError(UniversalCheckpointError):
-    """The ranks' descriptions of their partitions do not fit together."""
+    """The ranks' descriptions of their partitions contradict each other."""
 
 
 class StorageError(UniversalCheckpointError):
-    """A checkpoint file is missing, damaged, foreign, or could not be written."""
+    """A checkpoint file is missing, damaged or foreign, or could not be read or written."""
 
 
 class Disagreement(UniversalCheckpointError):
-    """A step failed on some rank; raised on all of them, naming every rank that failed and why."""
+    """A step failed on some rank. Raised on all ranks; names every failed rank and its reason."""
 
 
 class ChannelError(UniversalCheckpointError):
-    """Some rank does not answer any more. The channel is closed; :meth:`Channel.abandoned` tells all ranks so."""
+    """A rank no longer answers, so the channel between the ranks is closed. The next export or resume opens another."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a training script as it is, with the package installed. For Megatron-DeepSpeed, the one word to add:
+"""Run an unchanged training script with megads_ucp installed. For Megatron-DeepSpeed, the one word to add:
 
     torchrun ... -m megads_ucp.run pretrain_gpt.py --universal-checkpoint-export ...
     deepspeed --module megads_ucp.run pretrain_gpt.py --universal-checkpoint-export ...
 
-Our flags join the script's own where Megatron parses them, and so are in ``args`` and in its checkpoints. Everything
+Our flags are parsed with the script's own, by Megatron, and so are in its ``args`` and in its checkpoints. Everything
 else passes through.
 """
 
@@ -25,56 +25,57 @@ from megads_ucp.engine.attach import install
 
 MEGATRON_ARGUMENTS = "megatron.arguments"
 
-
 Provider = Callable[[Any], Any] | None
-
 
 _USAGE = """usage: python -m megads_ucp.run SCRIPT [ARGUMENT ...]
 
 Runs SCRIPT with megads_ucp installed; all arguments are the script's. A Megatron-DeepSpeed script also takes
---universal-checkpoint-export and its like (see its --help). For any other, put "universal_checkpoint_export": true into
-the DeepSpeed config."""
+--universal-checkpoint-export and related flags (see its --help). For any other, put "universal_checkpoint_export":
+true into the DeepSpeed config."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the script that is the first of ``arguments``, as ``__main__``.
+    """Run a script as ``__main__``.
+
+    Args:
+        arguments: the script and its own arguments.
 
     Raises:
         SystemExit: no script is given, or it does not exist.
     """
-    script, theirs = _split(arguments)
-    if script is None and {"-h", "--help"} & set(theirs):
+    script, script_arguments = _split(arguments)
+    if script is None and {"-h", "--help"} & set(script_arguments):
         sys.stdout.write(f"{_USAGE}\n")
         return
     if script is None:
         raise SystemExit(_USAGE)
     if not Path(script).is_file():
         raise SystemExit(f"megads_ucp.run: there is no script {script}.\n\n{_USAGE}")
-    join_megatron()
+    add_flags_to_megatron()
     install()
-    sys.argv = [script, *theirs]
-    sys.path.insert(0, str(Path(script).resolve().parent))  # as `python SCRIPT` has it; `python -m` put its own there
+    sys.argv = [script, *script_arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))  # as `python SCRIPT` does
     runpy.run_path(script, run_name="__main__")
 
 
 def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The script and its arguments. DeepSpeed's launcher puts ``--local_rank=0`` before what it takes for ours."""
+    """The script and its arguments: DeepSpeed's launcher puts ``--local_rank=0`` in front of the script."""
     for index, argument in enumerate(arguments):
         if not argument.startswith("-"):
             return argument, [*arguments[:index], *arguments[index + 1 :]]
     return None, list(arguments)
 
 
-def join_megatron() -> None:
-    """Have Megatron's ``parse_args`` know our flags, now or as soon as ``megatron.arguments`` is imported."""
+def add_flags_to_megatron() -> None:
+    """Let Megatron's ``parse_args`` take our flags, now or as soon as ``megatron.arguments`` is imported."""
     if MEGATRON_ARGUMENTS in sys.modules:
-        _join(sys.modules[MEGATRON_ARGUMENTS])
+        _wrap_parse_args(sys.modules[MEGATRON_ARGUMENTS])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
-def _join(module: ModuleType) -> None:
-    """Wrap ``parse_args(extra_args_provider=None, ...)`` of Megatron's module so that ours is a provider as well."""
+def _wrap_parse_args(module: ModuleType) -> None:
+    """Add our flags to those of the ``extra_args_provider`` that Megatron's ``parse_args`` is called with."""
     original = module.parse_args
 
     @functools.wraps(original)
@@ -88,19 +89,19 @@ def _join(module: ModuleType) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds ``megatron.arguments`` where it would be found anyway, for :class:`_Joining` to load."""
+    """Finds ``megatron.arguments`` where it would be found anyway, for :class:`_WrappingLoader` to load."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != MEGATRON_ARGUMENTS:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Joining(spec.loader)
+            spec.loader = _WrappingLoader(spec.loader)
         return spec
 
 
-class _Joining(Loader):
-    """Another loader's work, and ours after it: before anybody can take a name from the module."""
+class _WrappingLoader(Loader):
+    """Another loader, after which ``parse_args`` is wrapped, before anybody can import it from the module."""
 
     def __init__(self, original: Loader) -> None:
         self._original = original
@@ -110,7 +111,7 @@ class _Joining(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._original.exec_module(module)
-        _join(module)
+        _wrap_parse_args(module)
 
 
 if __name__ == "__main__":

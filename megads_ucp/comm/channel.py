@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement between the ranks of a job, on a process group of our own."""
+"""Agreement between the ranks of a job, and their messages, on a gloo process group of our own.
+
+Everything goes through host memory, so that it can neither reorder nor block the collectives of training, and takes no
+accelerator memory.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,16 @@ import torch.distributed as dist
 from megads_ucp.errors import ChannelError, Disagreement, UniversalCheckpointError
 
 HOST = torch.device("cpu")
-"""To be entered around all that uses a channel: what is made without a word about its device is to be in host memory,
-wherever the client's ``torch.set_default_device`` would have it, which torch's collectives of objects go by too."""
+"""To be entered around everything that uses a channel: a tensor made without a device must be in host memory, even if
+the client has called ``torch.set_default_device``, which torch's collectives of objects follow too."""
 
+_LONGEST_REASON = 2000  # characters
 
-_LONGEST_REASON = 2000
-
-
-_HUNG_UP, _FIRST = "megads_ucp/hung_up", "megads_ucp/hung_up_first"
-"""Keys in the group's store: how many ranks have hung up, and why the first one did."""
-
+_ABORTED, _FIRST = "megads_ucp/aborted", "megads_ucp/aborted_first"
+"""Keys in the group's store: how many ranks have aborted the channel, and the reason of the first one."""
 
 _ROLL_CALL_SECONDS = 5.0
-"""How long ranks that have hung up may take to say so; they learn of each other within milliseconds."""
+"""How long ranks that have aborted may take to say so; they notice each other's abort within milliseconds."""
 
 
 class Pending:
@@ -50,8 +51,15 @@ class Pending:
 class Channel:
     """All ranks of the job, on a process group of our own. Making one is collective.
 
-    Whoever meets an error on it hangs up, which closes its connections: so all ranks that wait for it, and all that
-    wait for those, hang up as well, within milliseconds and not after the timeout.
+    A rank that meets an error on it aborts it, which closes the rank's connections. So all ranks waiting for that rank
+    abort as well, and all waiting for those, within milliseconds and not after the timeout.
+
+    Args:
+        timeout_minutes: how long an operation may wait for another rank.
+
+    Attributes:
+        rank: of this process, in the job.
+        world: number of ranks.
     """
 
     def __init__(self, timeout_minutes: float) -> None:
@@ -62,32 +70,39 @@ class Channel:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
 
-    def abandoned(self) -> bool:
-        """Whether any rank has hung up, so that all need a new channel. To be asked when no rank is using it."""
-        return self._group is None or self._store.add(_HUNG_UP, 0) > 0
+    def aborted(self) -> bool:
+        """Whether any rank has aborted the channel, so that all need a new one. Ask when no rank is using it."""
+        return self._group is None or self._store.add(_ABORTED, 0) > 0
 
     @contextmanager
-    def talking(self, doing: str) -> Iterator[None]:
-        """Communicate in the body; any failure that is not one of ours ends the channel.
+    def communicating(self, doing: str) -> Iterator[None]:
+        """Communicate in the body. Any failure but an error of this package aborts the channel.
+
+        Args:
+            doing: what the body does, for the message: "exchanging fragments".
 
         Raises:
-            ChannelError: says which ranks have gone silent, as far as that can be told.
+            ChannelError: names the ranks that no longer answer, as far as that can be found out.
         """
         if self._group is None:
-            raise ChannelError(f"{doing} failed: this rank has hung up before.")
+            raise ChannelError(f"{doing} failed: this rank has aborted the channel before.")
         try:
             yield
         except UniversalCheckpointError:
             raise
         except Exception as error:  # gloo raises RuntimeError for all its troubles
-            raise ChannelError(f"{doing} failed: {self.hang_up(error)}") from error
+            raise ChannelError(f"{doing} failed: {self.abort(error)}") from error
 
-    def hang_up(self, reason: BaseException) -> str:
-        """Close the connections, and find out which ranks have died: those that do not hang up as well."""
-        told = f"rank {self.rank}: {reason_of(reason)}"
+    def abort(self, reason: BaseException) -> str:
+        """Close this rank's connections, and find out which ranks have died: those that do not abort as well.
+
+        Returns:
+            What is known about the cause, in a sentence or two.
+        """
+        cause = f"rank {self.rank}: {reason_of(reason)}"
         with suppress(RuntimeError):  # of a store that has died, as the roll call will find
-            # While all connections are open: what others meet once they are closed is no reason, but follows from it.
-            self._store.compare_set(_FIRST, "", told)
+            # While all connections are open: what other ranks meet once they are closed is a consequence, no cause.
+            self._store.compare_set(_FIRST, "", cause)
         for pending in list(self._pending):
             pending.drop()
         traceback.clear_frames(reason.__traceback__)  # the frames of a failed collective hold the group, too
@@ -95,20 +110,20 @@ class Channel:
         if group is not None:
             dist.destroy_process_group(group)
         del group
-        return self._roll_call(told)
+        return self._roll_call(cause)
 
-    def _roll_call(self, told: str) -> str:
+    def _roll_call(self, cause: str) -> str:
         try:
-            first = self._store.compare_set(_FIRST, "", told).decode()
-            self._store.set(f"{_HUNG_UP}/{self.rank}", "")
-            here, deadline = self._store.add(_HUNG_UP, 1), time.monotonic() + _ROLL_CALL_SECONDS
-            while here < self.world and time.monotonic() < deadline:
+            first = self._store.compare_set(_FIRST, "", cause).decode()
+            self._store.set(f"{_ABORTED}/{self.rank}", "")
+            present, deadline = self._store.add(_ABORTED, 1), time.monotonic() + _ROLL_CALL_SECONDS
+            while present < self.world and time.monotonic() < deadline:
                 time.sleep(0.02)
-                here = self._store.add(_HUNG_UP, 0)
-            everybody = range(self.world) if here < self.world else ()
-            silent = [rank for rank in everybody if not self._store.check([f"{_HUNG_UP}/{rank}"])]
+                present = self._store.add(_ABORTED, 0)
+            candidates = range(self.world) if present < self.world else ()
+            silent = [rank for rank in candidates if not self._store.check([f"{_ABORTED}/{rank}"])]
         except RuntimeError:  # DistNetworkError
-            return f"{told}. The job's store does not answer: its host (usually rank 0, or the launcher) has died."
+            return f"{cause}. The job's store does not answer: its host (usually rank 0, or the launcher) has died."
         if silent:
             return f"no sign of life from {_ranks(silent)}: dead, or stuck. {first}"
         return f"all ranks are alive, but the channel between them failed. {first}"
@@ -116,29 +131,37 @@ class Channel:
     def agree(self, failure: BaseException | None, doing: str) -> None:
         """Return on every rank if no rank failed; otherwise raise the same error on every rank.
 
+        Args:
+            failure: of this rank, if it failed.
+            doing: the step that all ranks have taken, for the message.
+
         Raises:
             Disagreement: names ``doing``, and each failed rank with its reason.
+            ChannelError: some rank does not answer.
         """
-        mine = reason_of(failure)
+        own_reason = reason_of(failure)
         reasons: list[str | None] = [None] * self.world
-        with self.talking(doing if mine is None else f"{doing} (here: {mine})"):
+        with self.communicating(doing if own_reason is None else f"{doing} (here: {own_reason})"):
             failed = torch.tensor([failure is not None], dtype=torch.int32)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
             if not failed.item():
                 return
-            dist.all_gather_object(reasons, mine, group=self._group)
-        ranks_of: dict[str, list[int]] = defaultdict(list)
+            dist.all_gather_object(reasons, own_reason, group=self._group)
+        ranks_by_reason: dict[str, list[int]] = defaultdict(list)
         for rank, reason in enumerate(reasons):
             if reason is not None:
-                ranks_of[reason].append(rank)
-        told = "; ".join(f"{_ranks(ranks)}: {reason}" for reason, ranks in ranks_of.items())
-        raise Disagreement(f"{doing} failed. {told}") from failure
+                ranks_by_reason[reason].append(rank)
+        causes = "; ".join(f"{_ranks(ranks)}: {reason}" for reason, ranks in ranks_by_reason.items())
+        raise Disagreement(f"{doing} failed. {causes}") from failure
 
     @contextmanager
     def agreed(self, doing: str) -> Iterator[None]:
-        """Run the body on this rank, then leave only if every rank's body succeeded.
+        """Run the body on this rank, then leave only if the bodies of all ranks succeeded.
 
-        The body must not wait for other ranks: one that failed in its own body would not be there.
+        The body must not wait for other ranks: a rank that failed in its own body would not be there.
+
+        Args:
+            doing: what the body does, for the message.
 
         Raises:
             Disagreement: as :meth:`agree`.
@@ -148,45 +171,45 @@ class Channel:
         try:
             yield
         except ChannelError:
-            raise  # all ranks get one; there is nobody left to agree with
-        except Exception as raised:  # told to all ranks and raised there
+            raise  # all ranks get one; no rank is left to agree with
+        except Exception as raised:  # reported to all ranks and raised there
             failure = raised
         self.agree(failure, doing)
 
     def all_gather_ints(self, values: list[int]) -> list[list[int]]:
-        """Everybody's values, by rank; all ranks give equally many, each within 63 bits."""
-        mine = torch.tensor(values, dtype=torch.int64)
-        everybody = list(torch.empty(self.world, len(values), dtype=torch.int64))
-        with self.talking("gathering what the ranks hold"):
-            dist.all_gather(everybody, mine, group=self._group)
-        return [theirs.tolist() for theirs in everybody]
+        """The values of all ranks, by rank. Every rank gives equally many, each within 63 bits."""
+        own = torch.tensor(values, dtype=torch.int64)
+        gathered = list(torch.empty(self.world, len(values), dtype=torch.int64))
+        with self.communicating("gathering integers from all ranks"):
+            dist.all_gather(gathered, own, group=self._group)
+        return [row.tolist() for row in gathered]
 
     def sum_int64(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of everybody's values, modulo 2**64, in their place; all ranks give equally many."""
-        with self.talking("adding up what the ranks counted"):
+        """The sum over all ranks, modulo 2**64, in place; returns ``values``. Every rank gives equally many."""
+        with self.communicating("summing counts over all ranks"):
             dist.all_reduce(values, group=self._group)
         return values
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """``source``'s value, on every rank. Anything picklable."""
+        """The value of rank ``source``, on every rank. Anything picklable."""
         box = [value]
-        with self.talking(f"hearing from rank {source}"):
+        with self.communicating(f"receiving a broadcast of rank {source}"):
             dist.broadcast_object_list(box, src=source, group=self._group)
         return box[0]
 
     def gather(self, value: Any, destination: int = 0) -> list[Any] | None:
-        """Everybody's values by rank on ``destination``, None elsewhere."""
+        """The values of all ranks, by rank, on rank ``destination``; None elsewhere. Anything picklable."""
         values = [None] * self.world if self.rank == destination else None
-        with self.talking(f"telling rank {destination}"):
+        with self.communicating(f"gathering on rank {destination}"):
             dist.gather_object(value, values, dst=destination, group=self._group)
         return values
 
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """Within :meth:`talking`, as is the waiting."""
+        """Start to send ``tensor`` to rank ``peer``. Only within :meth:`communicating`, waiting included."""
         return self._under_way(dist.isend(tensor, peer, group=self._group))
 
     def irecv(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """Within :meth:`talking`, as is the waiting."""
+        """Start to receive ``tensor`` from rank ``peer``. Only within :meth:`communicating`, waiting included."""
         return self._under_way(dist.irecv(tensor, peer, group=self._group))
 
     def _under_way(self, work: dist.Work | None) -> Pending:
@@ -196,7 +219,7 @@ class Channel:
 
 
 def reason_of(failure: BaseException | None) -> str | None:
-    """One line for another rank's log."""
+    """A failure in one line, for the logs of other ranks."""
     if failure is None:
         return None
     text = str(failure) if isinstance(failure, UniversalCheckpointError) else f"{type(failure).__name__}: {failure}"

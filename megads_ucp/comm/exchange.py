@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only module that communicates: agreement between ranks, and the exchange of fragments.
-
-Everything goes over host memory on a gloo process group of our own, so that it can neither reorder nor block the
-collectives of training, and takes no accelerator memory.
-"""
+"""The exchange of fragments: a plan's messages between this rank and its peers, round by round, over a channel."""
 
 from __future__ import annotations
 
@@ -17,9 +13,6 @@ from megads_ucp.comm.channel import Channel, Pending
 from megads_ucp.layout.boxes import Box
 from megads_ucp.plan.types import Extent, Plan, Transfer
 
-_HUNG_UP, _FIRST = "megads_ucp/hung_up", "megads_ucp/hung_up_first"
-"""Keys in the group's store: how many ranks have hung up, and why the first one did."""
-
 
 @dataclass
 class _Round:
@@ -32,16 +25,16 @@ class _Round:
 class Exchange:
     """Runs a plan's traffic for one rank.
 
-    Two rounds are under way at a time: while one's messages are laid down, the next one's travel. The planner was told
-    half of the bytes that may be in flight.
+    Two rounds are under way at a time: while the messages of one are laid down, those of the next travel. So a plan's
+    rounds are made for half of the bytes that may be in flight.
 
     Args:
-        channel: the process group.
+        channel: connects all ranks of the job.
         plan: equal on all ranks.
-        source: returns the 1-D tensor that a transfer of this rank's is taken from, on any device: the holding in the
+        source: returns the 1-D tensor, on any device, that a transfer of this rank is taken from: the holding in the
             extent's state, from the fragment's first element on (backwards: the extent, from its first element on).
-        lay: takes a transfer and the values of each of its boxes, in the boxes' order.
-        arrived: called with an extent's index once all its transfers to this rank have been laid.
+        lay: takes a transfer and the values of each of its boxes, in their order.
+        arrived: takes the index of an extent once all its transfers to this rank have been laid down.
     """
 
     def __init__(
@@ -59,10 +52,10 @@ class Exchange:
         self._failure: BaseException | None = None
 
     def run(self) -> None:
-        """Send, receive and lay down everything of this rank's.
+        """Send, receive and lay down everything that concerns this rank.
 
-        A failure to read a source or to lay values down is kept until the end, so that peers get their messages all
-        the same and nobody hangs; then it is raised.
+        A failure to read a source or to lay values down is kept until the end and then raised, so that peers still get
+        their messages and none hangs.
 
         Raises:
             ChannelError: a peer has died or the timeout has passed.
@@ -73,7 +66,7 @@ class Exchange:
                 missing[transfer.extent] += 1
 
         buffers = [_Buffers(), _Buffers()]
-        with self._channel.talking("exchanging fragments"):
+        with self._channel.communicating("exchanging fragments"):
             current = self._post(0, buffers[0])
             for turn in range(self._plan.rounds):
                 following = self._post(turn + 1, buffers[(turn + 1) % 2])
@@ -118,7 +111,7 @@ class Exchange:
                 self._failure = self._failure or failure
 
     def _receive(self, turn: int, under_way: _Round, missing: dict[int, int]) -> None:
-        """Lay down a round's transfers in the plan's order, waiting for each peer's message when it is first needed."""
+        """Lay down the transfers of a round in the plan's order; wait for a peer's message when it is first needed."""
         unread: dict[int, torch.Tensor] = {}
         for transfer in self._incoming.get(turn, ()):
             peer = self._plan.sender(transfer)
@@ -138,7 +131,7 @@ class Exchange:
                 self._failure = self._failure or failure
 
     def _views(self, transfer: Transfer) -> list[torch.Tensor]:
-        """The boxes of a transfer as views of what this rank has."""
+        """The boxes of a transfer as views of this rank's own values."""
         extent = self._plan.extents[transfer.extent]
         values = self._source(transfer, extent)
         if self._plan.backwards:
@@ -146,7 +139,7 @@ class Exchange:
         return [box.shard_view(values, transfer.holding.fragment.param_start) for box in transfer.boxes]
 
     def _unpack(self, slot: torch.Tensor, transfer: Transfer) -> list[torch.Tensor]:
-        """The boxes of a transfer as views of their place in a message, each dense, one after the other."""
+        """The boxes of a transfer as views of its part of a message, each dense, one after the other."""
         dtype = self._plan.extents[transfer.extent].state.live
         flat = slot[: transfer.numel * dtype.itemsize].view(dtype)
         return _split(flat, transfer.boxes)
@@ -165,7 +158,7 @@ def _by_round(transfers: list[Transfer]) -> dict[int, list[Transfer]]:
 
 
 class _Buffers:
-    """Memory for one round's messages, grown on demand and used again."""
+    """Memory for the messages of one round, grown on demand and reused."""
 
     def __init__(self) -> None:
         self._in = torch.empty(0, dtype=torch.uint8)

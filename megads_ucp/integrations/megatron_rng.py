@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's random states, where a run resumes on more data-parallel ranks than it was saved on.
 
-Megatron gives tensor-parallel ranks new states itself when TP or PP has changed. What is left is
-``--data-parallel-random-init``: then ``get_rng_state`` (megatron/checkpointing.py) keeps a state for each data-parallel
-rank, and ``load_checkpoint`` takes the one of its own rank, which may be one that the checkpoint does not have.
+When TP or PP has changed, Megatron itself gives tensor-parallel ranks new states. That leaves
+``--data-parallel-random-init``: ``get_rng_state`` (megatron/checkpointing.py) then saves a state for each data-parallel
+rank, and ``load_checkpoint`` takes that of its own rank, which the checkpoint may not have.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ RNG_STATE = "rng_state"
 
 
 def grow_rng_states(client_state: Any, degree: int) -> None:
-    """Give ranks that are new states of their own, drawn from those saved: none repeats another's numbers.
+    """Give new data-parallel ranks states of their own, derived from the saved ones, in place: no two ranks draw alike.
 
-    Whatever has no list of states in Megatron's form is left alone.
+    Args:
+        client_state: of a checkpoint; one without a list of states in Megatron's form is left alone.
+        degree: data-parallel degree of this run.
     """
     states = client_state.get(RNG_STATE) if isinstance(client_state, dict) else None
     if isinstance(states, list) and all(isinstance(s, dict) and "torch_rng_state" in s for s in states):
@@ -31,14 +33,14 @@ def grow_rng_states(client_state: Any, degree: int) -> None:
 
 
 def _another(state: dict[str, Any], rank: int) -> dict[str, Any]:
-    """A state in the form of ``state`` that follows from it and from ``rank``.
+    """A state for ``rank`` in the form of ``state``, derived from it.
 
-    Each part follows from the same part there, so tensor-parallel ranks share numbers after it if they did before.
+    Each part is derived from the same part of ``state``, so tensor-parallel ranks that drew the same numbers still do.
     """
 
     def seed(part: torch.Tensor, kind: str = "") -> int:
-        told = bytes(part.cpu().numpy()) + f"{rank} {kind}".encode()
-        return int.from_bytes(hashlib.sha256(told).digest()[:8], "big") >> 2
+        material = bytes(part.cpu().numpy()) + f"{rank} {kind}".encode()
+        return int.from_bytes(hashlib.sha256(material).digest()[:8], "big") >> 2
 
     def on_accelerator(part: torch.Tensor) -> torch.Tensor:
         return torch.Generator(get_accelerator().device_name()).manual_seed(seed(part)).get_state()

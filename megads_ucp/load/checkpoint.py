@@ -14,9 +14,9 @@ import torch
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, VOCAB_TENSOR
 
 from megads_ucp import storage
+from megads_ucp.engine.compat import PICKLED_CLASSES
 from megads_ucp.errors import StorageError
 from megads_ucp.layout.attention import QKV_ORDER, AttentionOrder
-from megads_ucp.load.groups import SavedGroup, saved_groups
 from megads_ucp.storage.format import (
     EXACT_FILES,
     MANIFEST,
@@ -73,16 +73,16 @@ class Checkpoint:
             raise StorageError(f"{directory} has no directory zero: it is not a universal checkpoint.{hint}")
         self.manifest = storage.read_manifest(directory) if (directory / MANIFEST).exists() else None
 
-    @cached_property
-    def _entries(self) -> dict[str, dict[str, Any]]:
-        """The manifest's entries of files, by path; a rank makes records of the few that it reads."""
-        return {entry["path"]: entry for entry in self.manifest["files"]} if self.manifest is not None else {}
+    @property
+    def _files(self) -> Mapping[str, storage.FileRecord]:
+        """The manifest's records of files; none without a manifest."""
+        return self.manifest.files if self.manifest is not None else {}
 
     @cached_property
     def _recorded_states(self) -> dict[str, list[str]]:
         """The manifest's names of states, by folder."""
         found: dict[str, list[str]] = {}
-        for path in sorted(self._entries):
+        for path in sorted(self._files):
             folder, _, name = path.rpartition("/")
             found.setdefault(folder, []).append(name.removesuffix(".pt"))
         return found
@@ -91,7 +91,7 @@ class Checkpoint:
         """By the manifest, where there is one: a directory that was deleted is damage, not a parameter never saved."""
         if self.manifest is None:
             return (self._zero / parameter).is_dir()
-        return state_file(parameter, MASTER) in self._entries
+        return state_file(parameter, MASTER) in self._files
 
     def states(self, parameter: str) -> list[str]:
         """Names of the states the checkpoint has for a parameter, ``step`` included.
@@ -114,25 +114,24 @@ class Checkpoint:
             order = AttentionOrder.from_dict(tensor.metadata.get(QKV_ORDER))
             return File(tensor, None, bool(tensor.metadata.get(VOCAB_TENSOR)), order)
         record = self._record(name)
-        layout = self.manifest["parameters"][parameter]["layout"]
+        layout = self.manifest.parameters[parameter].layout
         tensor = storage.open_recorded(self.directory / name, record)
-        order = AttentionOrder.from_dict(layout.get(QKV_ORDER))
-        return File(tensor, record, layout["vocabulary_size"] is not None, order)
+        order = AttentionOrder.from_dict(layout.qkv_order)
+        return File(tensor, record, layout.vocabulary_size is not None, order)
 
     def has_whole(self, parameter: str, shape: tuple[int, ...]) -> bool:
         """Whether the manifest lists the parameter in this shape, with no vocabulary cut to its real rows."""
-        known = self._described(parameter)
-        return known is not None and tuple(known["shape"]) == shape and known["layout"]["vocabulary_size"] is None
+        known = self._parameter(parameter)
+        return known is not None and known.shape == shape and known.layout.vocabulary_size is None
 
     def tells_order(self, parameter: str) -> bool:
         """Whether the manifest says how a fused query-key-value projection orders its rows."""
-        known = self._described(parameter)
-        return known is not None and known["layout"].get(QKV_ORDER) is not None
+        known = self._parameter(parameter)
+        return known is not None and known.layout.qkv_order is not None
 
-    def _described(self, parameter: str) -> Mapping[str, Any] | None:
-        """What the manifest says of a parameter, None if it or the manifest is not there."""
-        known: Mapping[str, Any] | None = self.manifest["parameters"].get(parameter) if self.manifest else None
-        return known
+    def _parameter(self, name: str) -> storage.ParameterRecord | None:
+        """The manifest's record of a parameter, None without it or without a manifest."""
+        return self.manifest.parameters.get(name) if self.manifest is not None else None
 
     def dtype(self, parameter: str, state: str) -> torch.dtype:
         """By the manifest, without a look at the file."""
@@ -148,7 +147,7 @@ class Checkpoint:
     def common_state(self) -> dict[str, Any]:
         """Content of zero/optimizer_state.pt."""
         self._check_object(OPTIMIZER_STATE)
-        state: dict[str, Any] = storage.read_object(self.directory / OPTIMIZER_STATE)
+        state: dict[str, Any] = storage.read_object(self.directory / OPTIMIZER_STATE, PICKLED_CLASSES)
         return state
 
     def exact_values(self) -> dict[str, torch.Tensor]:
@@ -158,7 +157,7 @@ class Checkpoint:
             StorageError: a file of them is missing, damaged or of another export.
         """
         values: dict[str, torch.Tensor] = {}
-        for name in sorted(fnmatch.filter(self._entries, EXACT_FILES), reverse=True):  # as in zero/, the first
+        for name in sorted(fnmatch.filter(self._files, EXACT_FILES), reverse=True):  # as in zero/, the first
             self._check_object(name)
             values.update(storage.read_object(self.directory / name))
         return values
@@ -169,7 +168,7 @@ class Checkpoint:
         Raises:
             StorageError: one is missing, damaged or of another export.
         """
-        names = sorted(path for path in self._entries if path.startswith("mp_rank_"))
+        names = sorted(path for path in self._files if path.startswith("mp_rank_"))
         for name in names[rank::world]:
             self._check_object(name)
 
@@ -181,14 +180,14 @@ class Checkpoint:
             return state.get(UNIVERSAL_CHECKPOINT_INFO)
         raise StorageError(f"{self.directory} has no mp_rank_*_model_states.pt: it is not a universal checkpoint.")
 
-    def groups(self) -> tuple[SavedGroup, ...]:
-        """The parameter groups of every stage; none without a manifest."""
-        return saved_groups(self.manifest["groups"]) if self.manifest is not None else ()
+    def groups(self) -> tuple[storage.GroupRecord, ...]:
+        """The parameter groups of every stage, by stage and index; none without a manifest."""
+        return self.manifest.groups if self.manifest is not None else ()
 
     def _record(self, path: str) -> storage.FileRecord:
-        if path not in self._entries:
+        if path not in self._files:
             raise StorageError(f"{self.directory / path} is not in the manifest of {self.directory}.")
-        return storage.FileRecord.from_json(self._entries[path])
+        return self._files[path]
 
     def _check_object(self, path: str) -> None:
         """Compare a small pickled file, as a whole, with the manifest if there is one."""

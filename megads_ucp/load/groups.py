@@ -1,127 +1,137 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which saved parameter group each group of this run continues: told by the names of its members, not by its place.
+"""Which saved parameter group each group of this run continues: by the names of its members, not by its place.
 
-A pipeline stage has the groups that its own parameters make. Clients leave out those that would be empty (Megatron's
-get_param_groups does), so the same group may have another index on each stage, and another one after a change of the
-number of stages. Pure: names and numbers.
+A pipeline stage has the groups that its own parameters make. Clients leave out those that would be empty (as
+Megatron's get_param_groups does), so the same group may have another index on each stage, and another one when the
+number of stages changes. Pure: names and numbers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megads_ucp.errors import StorageError
+from megads_ucp.storage import GroupRecord
 
 
 @dataclass(frozen=True)
-class SavedGroup:
-    """A parameter group of one pipeline stage, as the manifest has it.
+class _Source:
+    """A saved group that a group of this run continues.
 
     Attributes:
-        hyperparameters: as JSON holds them; see :func:`revived`.
-        alone: whether the run that saved had no other stages.
+        group: as saved.
+        member: name of a parameter in both groups.
+        name: of the saved group in messages; with its stage if the run that saved had several.
     """
 
-    stage: int
-    index: int
-    parameters: frozenset[str]
-    hyperparameters: Mapping[str, Any]
-    alone: bool
+    group: GroupRecord
+    member: str
+    name: str
 
-    def __str__(self) -> str:
-        return f"group {self.index}" if self.alone else f"group {self.index} of stage {self.stage}"
-
-
-def saved_groups(entries: Iterable[Mapping[str, Any]]) -> tuple[SavedGroup, ...]:
-    """The groups of a manifest, by stage and index."""
-    entries = sorted(entries, key=lambda entry: (entry["stage"], entry["index"]))
-    alone = len({entry["stage"] for entry in entries}) == 1
-    return tuple(
-        SavedGroup(e["stage"], e["index"], frozenset(e["parameters"]), e["hyperparameters"], alone) for e in entries
-    )
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.group.stage, self.group.index
 
 
-def match_groups(mine: Sequence[Sequence[str]], saved: Sequence[SavedGroup]) -> list[SavedGroup | None]:
-    """The saved group that each of this rank's groups, given by its members' names, continues.
+def match_groups(groups: Sequence[Sequence[str]], saved: Sequence[GroupRecord]) -> list[GroupRecord | None]:
+    """The saved group that each group of this rank continues.
 
-    Members may come from several stages' groups, if these have the same hyperparameters. A group without known members
-    (a stage may have none of some group) continues the one at its place where the numbers of groups are equal, and
-    nothing otherwise.
+    Members may come from groups of several stages, if these have the same hyperparameters. A group without known
+    members (a stage may have none of some group) continues the one at its place where the numbers of groups are equal,
+    and nothing otherwise.
 
-    Groups that are merged, split or swapped are refused even where names would tell the hyperparameters: the state of
-    a learning-rate scheduler goes by their order.
+    Groups that are merged, split or swapped are refused even where names would determine the hyperparameters: the state
+    of a learning-rate scheduler goes by the order of groups.
+
+    Args:
+        groups: names of the members of each group of this rank.
+        saved: of all stages, by stage and index.
 
     Raises:
-        StorageError: they are, or two sources of a group have different hyperparameters.
+        StorageError: groups are merged, split or swapped, or a group has two sources with other hyperparameters.
     """
-    of_member: dict[str, list[SavedGroup]] = defaultdict(list)
+    sources = _sources(groups, saved)
+    for index, found in enumerate(sources):
+        _check_alike(index, found)
+    _check_order(sources)
+    by_place = _by_place(len(groups), saved)
+    return [
+        min(found, key=lambda source: source.place).group if found else place
+        for found, place in zip(sources, by_place, strict=True)
+    ]
+
+
+def _sources(groups: Sequence[Sequence[str]], saved: Sequence[GroupRecord]) -> list[list[_Source]]:
+    """The saved groups that hold members of each group of this rank, in the order of the members."""
+    several = len({group.stage for group in saved}) > 1
+    by_member: dict[str, list[GroupRecord]] = defaultdict(list)
     for group in saved:
         for name in group.parameters:
-            of_member[name].append(group)
-    sources: list[dict[SavedGroupKey, tuple[SavedGroup, str]]] = []
-    for members in mine:
-        found: dict[SavedGroupKey, tuple[SavedGroup, str]] = {}
-        for name in members:
-            for group in of_member.get(name, ()):
-                found.setdefault((group.stage, group.index), (group, name))
-        sources.append(found)
-    for index, found in enumerate(sources):
-        _check_alike(index, list(found.values()))
-    _check_order(sources)
-    by_place = _by_place(len(mine), saved)
-    return [found[min(found)][0] if found else place for found, place in zip(sources, by_place, strict=True)]
+            by_member[name].append(group)
+    sources = []
+    for members in groups:
+        found: dict[tuple[int, int], _Source] = {}
+        for member in members:
+            for group in by_member.get(member, ()):
+                name = f"group {group.index}" + (f" of stage {group.stage}" if several else "")
+                found.setdefault((group.stage, group.index), _Source(group, member, name))
+        sources.append(list(found.values()))
+    return sources
 
 
-SavedGroupKey = tuple[int, int]
-"""Stage and index."""
-
-
-def _by_place(count: int, saved: Sequence[SavedGroup]) -> Sequence[SavedGroup | None]:
+def _by_place(count: int, saved: Sequence[GroupRecord]) -> Sequence[GroupRecord | None]:
     first = [group for group in saved if group.stage == saved[0].stage]
     return first if len(first) == count else [None] * count
 
 
-def _check_alike(index: int, sources: Sequence[tuple[SavedGroup, str]]) -> None:
+def _check_alike(index: int, sources: Sequence[_Source]) -> None:
     """Check that a group of this run continues one group of each stage, and that these have the same values."""
-    for number, (group, name) in enumerate(sources):
-        for other, its_name in sources[:number]:
+    for number, source in enumerate(sources):
+        for other in sources[:number]:
+            before, after = other.group.hyperparameters, source.group.hyperparameters
             differing = [
-                f"{key} ({other.hyperparameters.get(key)} and {group.hyperparameters.get(key)})"
-                for key in {**other.hyperparameters, **group.hyperparameters}
-                if other.hyperparameters.get(key) != group.hyperparameters.get(key)
+                f"{key} ({before.get(key)} and {after.get(key)})"
+                for key in {**before, **after}
+                if before.get(key) != after.get(key)
             ]
-            if differing or other.stage == group.stage:
+            if differing or other.group.stage == source.group.stage:
                 values = f" with different {', '.join(differing)}" if differing else ""
                 raise StorageError(
                     f"parameter group {index} of this run holds parameters that were saved in 2 parameter "
-                    f"groups{values}: {its_name} in {other}, {name} in {group}. Build the same groups, or load with "
-                    "load_optimizer_states=False."
+                    f"groups{values}: {other.member} in {other.name}, {source.member} in {source.name}. Build the same "
+                    "groups, or load with load_optimizer_states=False."
                 )
 
 
-def _check_order(sources: Sequence[Mapping[SavedGroupKey, tuple[SavedGroup, str]]]) -> None:
+def _check_order(sources: Sequence[Sequence[_Source]]) -> None:
     """Check that the groups of each stage come in the same order here, each in one group only."""
-    last: dict[int, tuple[int, SavedGroup, str]] = {}
+    last: dict[int, tuple[int, _Source]] = {}
     for index, found in enumerate(sources):
-        for group, name in found.values():
-            if group.stage in last and last[group.stage][1].index >= group.index:
-                before, other, its_name = last[group.stage]
+        for source in found:
+            stage = source.group.stage
+            if stage in last and last[stage][1].group.index >= source.group.index:
+                before, other = last[stage]
                 raise StorageError(
-                    f"parameter {its_name}, saved in {other}, is in parameter group {before} of this run, and {name}, "
-                    f"saved in {group}, in group {index}: groups must keep their order and stay whole, since the state "
-                    "of a learning-rate scheduler goes by it. Build the same groups, or load with "
-                    "load_optimizer_states=False."
+                    f"parameter {other.member}, saved in {other.name}, is in parameter group {before} of this run, and "
+                    f"{source.member}, saved in {source.name}, in group {index}: groups must keep their order and stay "
+                    "whole, since the state of a learning-rate scheduler goes by it. Build the same groups, or load "
+                    "with load_optimizer_states=False."
                 )
-            last[group.stage] = index, group, name
+            last[stage] = index, source
 
 
 def revived(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters from a manifest, as what they are in this run; what JSON could not hold keeps its value here."""
+    """Hyperparameters of a manifest with the types that they have in this run.
+
+    Args:
+        saved: as JSON holds them.
+        current: those of this run; they replace a saved value that JSON could not hold.
+    """
     return {key: _revived(value, current[key]) if key in current else value for key, value in saved.items()}
 
 
@@ -130,5 +140,5 @@ def _revived(value: Any, current: Any) -> Any:
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)
-    told_by_repr = isinstance(value, str) and not isinstance(current, str | None)
-    return current if told_by_repr else value
+    only_its_repr = isinstance(value, str) and not isinstance(current, str | None)
+    return current if only_its_repr else value

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a resume may do, but should not do unnoticed."""
+"""What a resume warns of: it is allowed, but should not go unnoticed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megads_ucp.engine.state import LiveState
+from megads_ucp.engine.state import EngineState
 from megads_ucp.layout.layout import Layout
 from megads_ucp.load.checkpoint import Checkpoint
 
 
-def remarks(checkpoint: Checkpoint, live: LiveState) -> Iterator[str]:
-    """What is allowed, but should not go unnoticed."""
+def remarks(checkpoint: Checkpoint, state: EngineState) -> Iterator[str]:
+    """Where this run differs from the one that was saved; each remark continues "<directory> ..."."""
     if checkpoint.manifest is None:
-        if len(live.groups) > 1:
-            yield f"does not say which parameters were in which group: its {len(live.groups)} go by position."
+        if len(state.groups) > 1:
+            yield f"does not say which parameters were in which group: its {len(state.groups)} groups go by position."
         return
-    run, facts = checkpoint.manifest["run"], live.facts()
+    run, facts = checkpoint.manifest.run, state.facts()
     optimizers = run["base_optimizer"], facts["base_optimizer"]
     if optimizers[0] != optimizers[1] and not all("Adam" in name for name in optimizers):
         yield (
@@ -32,21 +32,21 @@ def remarks(checkpoint: Checkpoint, live: LiveState) -> Iterator[str]:
 
 
 def order_taken_for_granted(checkpoint: Checkpoint, layouts: Iterable[Layout]) -> str | None:
-    """What no directory of the stock converter tells: how projections of queries, keys and values are ordered."""
+    """A remark if the order of queries, keys and values in fused projections is unknown (stock converter)."""
     for layout in layouts:
         order = layout.rule.attention
         if order is not None and not checkpoint.tells_order(layout.name):
             harm = " The stock converter scrambles it if it was saved at TP > 1." if order.order == "blocks" else ""
             return (
-                f"does not say in which order {layout.name} and its like keep queries, keys and values; this "
-                f"code's is assumed ({order.order}).{harm if checkpoint.manifest is None else ''} An export of the run "
-                "that saved it would know."
+                f"does not say in which order {layout.name} and similar parameters keep queries, keys and values; this "
+                f"code's is assumed ({order.order}).{harm if checkpoint.manifest is None else ''} An export by the run "
+                "that saved it would say."
             )
     return None
 
 
 def batch_advice(batch: int, degree: int, micro_batch: int) -> str:
-    """How a global batch is kept at a data-parallel degree: the accumulation steps that fit, with what micro batch."""
+    """How to keep a global batch at a data-parallel degree: the accumulation steps that fit, and the micro batch."""
     if batch % degree:
         near = [other for other in range(1, batch + 1) if batch % other == 0 and degree / 2 <= other <= degree * 2]
         return f"{batch} samples do not divide over DP {degree}; degrees near it that fit: {near or 'none'}."

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -60,6 +59,10 @@ class ExtentWriter:
         self._mine = mine
         return Sink(plan, staging, buffers, frames)
 
+    def frames(self, plan: Plan) -> dict[str, storage.Frame]:
+        """The frame of every tensor's file of the checkpoint, by the file's name."""
+        return {file_name(plan, extent): self.frame(plan, extent) for extent in plan.extents if extent.start == 0}
+
     def split_frames(self, plan: Plan) -> Iterator[tuple[str, storage.Frame]]:
         """Name and frame of every split file whose first extent this rank writes, as last prepared."""
         for extent in self._mine.values():
@@ -85,7 +88,7 @@ class Sink:
             if box.scale != 1.0:  # of master weights only, see check_unscaled
                 value = value.to(extent.state.written) / box.scale
             target = box.full_view(self._buffers[transfer.extent], extent.start)
-            if transfer.turn == 0:
+            if transfer.copy_index == 0:
                 target.copy_(value)
             else:
                 target.add_(value)
@@ -124,11 +127,3 @@ class Sink:
     def abandon(self) -> None:
         """Stop writing; writes that have not begun never will."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-
-def records_by_file(records: list[storage.ExtentRecord]) -> dict[str, list[storage.ExtentRecord]]:
-    """All ranks' records, by the file they are of."""
-    by_file: dict[str, list[storage.ExtentRecord]] = defaultdict(list)
-    for record in records:
-        by_file[record.path].append(record)
-    return by_file

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CRC-32 by blocks, and how the checksum of a whole follows from those of its parts.
+"""CRC-32 by blocks, and the checksum of a whole from the checksums of its parts.
 
-A file may be written by several ranks that never see each other's bytes, but its zip directory wants one CRC-32 over
-all of them. CRC-32 is linear, so the parts' checksums are enough. The method is zlib's own ``crc32_combine_`` (crc32.c,
+Several ranks may write a file without seeing each other's bytes, but its zip directory needs one CRC-32 over all of
+them. CRC-32 is linear, so the parts' checksums are enough. The method is zlib's own ``crc32_combine_`` (crc32.c,
 1.2.12 and later), which Python's :mod:`zlib` does not expose: appending ``n`` bytes multiplies the checksum by
 ``x**(8 n)`` modulo the CRC polynomial.
 """
@@ -44,7 +44,7 @@ _X_TO_TWO_TO = _squares()
 
 
 def _shift(nbytes: int) -> int:
-    """``x**(8 * nbytes)``: what a checksum is multiplied by when ``nbytes`` more bytes follow."""
+    """``x**(8 * nbytes)``: the factor of a checksum when ``nbytes`` more bytes follow."""
     power, bit = _ONE, 3
     while nbytes:
         if nbytes & 1:
@@ -58,7 +58,7 @@ _WHOLE_BLOCK = _shift(BLOCK_BYTES)
 
 
 def crc32_combine(crc_a: int, crc_b: int, len_b: int) -> int:
-    """CRC-32 of A + B, from the CRC-32 of A, that of B, and B's length in bytes."""
+    """CRC-32 of A + B, from the CRC-32 of each and the length of B in bytes."""
     return _multiply(_shift(len_b), crc_a) ^ crc_b
 
 

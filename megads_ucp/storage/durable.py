@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing that survives a power cut, and operating-system errors in words. Nothing here knows of checkpoints."""
+"""Writing that survives a power cut, and the operating system's errors in words. Knows nothing of checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WAY_OUT = {
 
 @contextmanager
 def storage_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns an OSError of the enclosed block into a StorageError: "cannot <action> <path>: <reason> (<way out>)"."""
+    """Turn an OSError of the enclosed block into a StorageError: "cannot <action> <path>: <reason> (<way out>)"."""
     try:
         yield
     except OSError as error:
@@ -42,7 +42,7 @@ def storage_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def descriptor(path: Path, flags: int) -> Iterator[int]:
-    """An open file descriptor; a file it creates gets mode 0666 less the umask, as those of DeepSpeed do."""
+    """An open file descriptor; a file it creates gets mode 0666 less the umask, as DeepSpeed's files do."""
     fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield fd
@@ -52,10 +52,10 @@ def descriptor(path: Path, flags: int) -> Iterator[int]:
 
 @contextmanager
 def ranges(path: Path) -> Iterator[int]:
-    """An open file descriptor for reading ranges, of which the kernel fetches just what is asked for.
+    """An open file descriptor for reading ranges: the kernel fetches just what is asked for.
 
-    Its read-ahead, often 8 MB per file, would fetch what lies between a header and a range, or behind a range, and is
-    for other ranks or for nobody. Reads of a few MB keep a disk as busy without it.
+    Its read-ahead, often 8 MB per file, would fetch what lies between a header and a range, or after a range, which
+    other ranks need or nobody does. Reads of a few MB keep a disk as busy without it.
     """
     with descriptor(path, os.O_RDONLY) as fd:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -63,7 +63,7 @@ def ranges(path: Path) -> Iterator[int]:
 
 
 def pwrite_all(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-    """Writes ``buffers`` one after the other at byte ``offset``; returns the offset after the last byte."""
+    """Write ``buffers`` one after the other at byte ``offset``; return the offset after the last byte."""
     remaining = [memoryview(buffer) for buffer in buffers if len(buffer)]
     while remaining:
         written = os.pwritev(fd, remaining, offset)
@@ -76,7 +76,7 @@ def pwrite_all(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
 
 
 def pread_all(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fills ``buffer`` from byte ``offset``; returns how many bytes there were, fewer only at the end of the file."""
+    """Fill ``buffer`` from byte ``offset``; return how many bytes there were: fewer only at the end of the file."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)
@@ -87,14 +87,14 @@ def pread_all(fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def write_durably(path: Path, data: Buffer) -> None:
-    """Creates or replaces the content of one file and waits until it is on stable storage (the file, not its name)."""
+    """Create a file or replace its content, and wait until it is on stable storage (the content, not the name)."""
     with descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
         pwrite_all(fd, [data], 0)
         os.fsync(fd)
 
 
 def fsync_directories(paths: Iterable[Path]) -> None:
-    """Makes the names inside each directory durable.
+    """Make the names inside each directory durable.
 
     Raises:
         StorageError: a directory is gone or the disk reports an error.
@@ -110,13 +110,11 @@ def fsync_directories(paths: Iterable[Path]) -> None:
                     raise
 
 
-def fsync_tree(root: Path, shard: int = 0, of: int = 1) -> None:
-    """Makes durable every ``of``-th directory of a tree (``root`` included), from the ``shard``-th on, in path order.
-
-    Ranks that pass their own ``shard`` share the work: a large model has thousands of directories, one per parameter.
+def fsync_tree(root: Path) -> None:
+    """Make the names inside a directory, and inside all directories below it, durable.
 
     Raises:
-        StorageError: the tree is gone or changed meanwhile, or the disk reports an error.
+        StorageError: the tree is gone or has changed meanwhile, or the disk reports an error.
     """
 
     def fail(error: OSError) -> None:
@@ -124,14 +122,14 @@ def fsync_tree(root: Path, shard: int = 0, of: int = 1) -> None:
 
     with storage_errors("list", root):
         directories = sorted(Path(path) for path, _, _ in os.walk(root, onerror=fail))
-    fsync_directories(directories[shard::of])
+    fsync_directories(directories)
 
 
 def write_latest(path: Path, name: str) -> None:
-    """Atomically and durably makes the one-line file ``path`` hold ``name``, as DeepSpeed's loader reads it.
+    """Make the one-line file ``path`` hold ``name``, atomically and durably, as DeepSpeed's loader reads it.
 
-    Until the replacement the old content stays readable. The new content is prepared in one file with a fixed name
-    beside it, so that a killed writer leaves at most that one, which the next one overwrites.
+    The old content stays readable until it is replaced. The new content is prepared in one file with a fixed name
+    beside it, so a killed writer leaves at most that one, and the next writer overwrites it.
 
     Raises:
         StorageError: it could not be written; ``path`` is as before.
@@ -145,6 +143,18 @@ def write_latest(path: Path, name: str) -> None:
             prepared.unlink(missing_ok=True)
             raise
     fsync_directories([path.parent])
+
+
+def read_latest(path: Path) -> str | None:
+    """The name that :func:`write_latest` (or DeepSpeed) put into ``path``; None if there is no such file.
+
+    Raises:
+        StorageError: the operating system refuses.
+    """
+    if not path.is_file():
+        return None
+    with storage_errors("read", path):
+        return path.read_text().strip()
 
 
 def latest_preparation(path: Path) -> Path:

@@ -9,7 +9,7 @@ LATEST = "latest_universal"
 """File in a save directory that names the latest universal checkpoint there."""
 
 SUFFIX = "_universal"
-"""What is added to the tag of a regular checkpoint."""
+"""What the name of a universal checkpoint adds to the tag of the regular one."""
 
 MANIFEST = "manifest.json"
 
@@ -40,7 +40,7 @@ MODEL_STATES_FILES = "mp_rank_*_model_states.pt"
 
 
 def exact_file(stage: int) -> str:
-    """File, ours alone, of a stage's buffers and frozen values that fp32 cannot hold, by name."""
+    """File, unknown to stock DeepSpeed, of the buffers and frozen values of a stage that fp32 cannot hold, by name."""
     return f"exact_values_{stage:02d}.pt"
 
 
@@ -49,5 +49,5 @@ EXACT_FILES = "exact_values_*.pt"
 
 
 def universal_directory(regular: Path) -> Path:
-    """Where the universal checkpoint beside a regular one lies."""
+    """Directory of the universal checkpoint that belongs to the regular one in ``regular``."""
     return regular.with_name(regular.name + SUFFIX)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a ``torch.save`` file around its one tensor, made without the tensor.
+"""The bytes around the tensor in a file of ``torch.save``, made without the tensor.
 
 ``torch.save`` writes a zip archive: the pickle (``data.pkl``) and some small records, then the tensor's bytes,
 uncompressed and aligned (record ``data/0``), then the directory. Everything before the payload depends on shape, dtype
-and metadata only; of what follows, the payload's CRC-32 appears in two places and is put there when it is known. So a
+and metadata only; what follows holds the payload's CRC-32 in two places, where it is filled in once it is known. So a
 tensor can be streamed into its file, or written by several ranks, and the result is an ordinary file of ``torch.save``.
 """
 
@@ -31,8 +31,14 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # in Python's mmap sinc
 class Frame:
     """A file of one tensor without the tensor: ``prefix`` + payload + ``suffix``.
 
-    ``payload_bytes`` is the size of the hole between the two; ``crc_positions`` are the offsets in ``suffix`` of the
-    payload's CRC-32 (none for a tensor without elements, which has nothing to protect).
+    Attributes:
+        shape: of the tensor.
+        dtype: of the tensor.
+        prefix: the bytes before the payload.
+        suffix: the bytes after the payload.
+        payload_bytes: size of the payload, which lies between the two.
+        crc_positions: byte offsets in ``suffix`` of the payload's CRC-32; none for a tensor without elements, which
+            has nothing to protect.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +72,7 @@ class Frame:
 
 
 class _HoledSink:
-    """A file that ``torch.save`` writes to and that remembers the bytes around the hole which ``skip_data`` leaves.
+    """A file for ``torch.save`` to write to; it keeps the bytes around the hole that ``skip_data`` leaves.
 
     PyTorchFileWriter steps over a skipped record with ``seek(nbytes, SEEK_CUR)`` (torch/csrc/jit/python/init.cpp,
     "Note: write_record_metadata"). A BytesIO would fill the hole with zeros; this costs nothing however large it is.
@@ -91,9 +97,16 @@ class _HoledSink:
 def frame(shape: tuple[int, ...], dtype: torch.dtype, metadata: Mapping[str, Any]) -> Frame:
     """The frame of ``torch.save({"param": tensor, **metadata}, file)`` for a contiguous CPU tensor.
 
-    Its payload CRC-32 is still zero; see :meth:`Frame.with_crc`. ``metadata`` holds small picklable values, no tensors.
-    Costs a fraction of a millisecond and no memory, whatever the size of the tensor. Equal to what ``torch.save``
-    writes to a file object but for ``.data/serialization_id``, a hash which here leaves the payload out.
+    Takes a fraction of a millisecond and no memory, whatever the size of the tensor. Equals what ``torch.save`` writes
+    to a file object but for ``.data/serialization_id``, a hash that leaves the payload out here.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the tensor.
+        metadata: small picklable values, no tensors.
+
+    Returns:
+        A frame with zero for the payload's CRC-32; see :meth:`Frame.with_crc`.
 
     Raises:
         TypeError: ``metadata`` holds a tensor.
@@ -113,10 +126,10 @@ def frame(shape: tuple[int, ...], dtype: torch.dtype, metadata: Mapping[str, Any
 
 
 def _untouched_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor that occupies addresses but no memory, however large, as long as nobody touches its elements.
+    """A contiguous tensor, however large, that takes up addresses but no memory until its elements are touched.
 
     Not ``torch.empty``: that fills the memory under ``torch.use_deterministic_algorithms``, and refuses a tensor larger
-    than the machine's memory, of which this rank may well write one extent.
+    than the machine's memory, though this rank may have to write but one extent of it.
     """
     tensor = torch.empty(0, dtype=dtype, device="cpu")
     like = torch.empty(shape, dtype=dtype, device="meta")
@@ -128,8 +141,8 @@ def _untouched_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _crc_positions(suffix: bytes) -> tuple[int, int]:
-    """Where the payload's CRC-32 stands: in the data descriptor that follows it and in its directory entry."""
+    """Offsets of the payload's CRC-32: in the data descriptor that follows the payload, and in its directory entry."""
     entry = suffix.index(_PAYLOAD_RECORD) - _DIRECTORY_ENTRY_NAME
     if not suffix.startswith(_DESCRIPTOR) or suffix[entry : entry + 4] != _DIRECTORY_ENTRY:
-        raise RuntimeError(f"torch {torch.__version__} lays out its files in a way this version does not know")
+        raise RuntimeError(f"torch {torch.__version__} writes its files in a layout that this megads_ucp does not know")
     return len(_DESCRIPTOR), entry + _DIRECTORY_ENTRY_CRC

@@ -1,134 +1,202 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: what every file of a universal checkpoint must contain, so that damage is found and named."""
+"""The manifest of a universal checkpoint: its schema, and how it is written and read (format version 1)."""
 
 from __future__ import annotations
 
 import json
-import os
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megads_ucp.errors import StorageError
-from megads_ucp.storage.checksum import BLOCK_BYTES, block_sizes, crc32_combine
-from megads_ucp.storage.durable import descriptor, pread_all, ranges, storage_errors, write_durably
+from megads_ucp.storage.durable import storage_errors, write_durably
 from megads_ucp.storage.format import MANIFEST
-from megads_ucp.storage.framing import Frame
-from megads_ucp.storage.write import ExtentRecord
+from megads_ucp.storage.records import FileRecord
 
 _FORMAT = {"format": "megads_ucp manifest", "format_version": 1}
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    """What the manifest knows about one file.
+class LayoutRecord:
+    """How a parameter was cut over tensor-parallel ranks when it was saved.
 
-    path: relative to the checkpoint directory, with slashes.
-    nbytes: of the file. payload_offset, payload_bytes: where in it the tensor lies.
-    dtype, shape: of the tensor ("float32"); None for other pickled files, whose payload is the whole file.
-    frame_crc32: CRC-32 of all that is not payload.
-    extents: (start, nbytes, CRC-32 of each block) for the parts the payload was written in, ascending, without gaps;
-        start counts from the payload's first byte and blocks count from the extent's start.
+    Attributes:
+        kind: of its :class:`~megads_ucp.layout.rule.Rule`, as are ``dim``, ``sub_sizes`` and ``source``.
+        vocabulary_size: real rows of a vocabulary that was padded on the ranks; None for any other parameter.
+        qkv_order: ``AttentionOrder.to_dict()`` of a fused query-key-value projection; None for any other parameter.
+        shards: shape of the shard of each tensor-parallel rank.
     """
 
-    path: str
-    nbytes: int
-    payload_offset: int
-    payload_bytes: int
-    dtype: str | None
-    shape: tuple[int, ...] | None
-    frame_crc32: int
-    extents: tuple[tuple[int, int, tuple[int, ...]], ...]
-
-    def __post_init__(self) -> None:
-        end = 0
-        for start, nbytes, block_crc32 in self.extents:
-            if start != end or len(block_crc32) != sum(1 for _ in block_sizes(nbytes)):
-                raise StorageError(f"{self.path}: the record of {nbytes} bytes at {start} does not continue at {end}")
-            end = start + nbytes
-        if end != self.payload_bytes or self.payload_offset + end > self.nbytes:
-            raise StorageError(f"{self.path}: the records cover {end} of {self.payload_bytes} payload bytes")
-
-    @property
-    def tensor_dtype(self) -> torch.dtype:
-        """``dtype`` as torch's.
-
-        Raises:
-            StorageError: the file is not a tensor's.
-        """
-        dtype = getattr(torch, self.dtype or "", None)
-        if not isinstance(dtype, torch.dtype) or self.shape is None:
-            raise StorageError(f"the manifest's record of {self.path} is not that of a tensor: dtype {self.dtype!r}")
-        return dtype
-
-    @classmethod
-    def of_tensor(cls, frame: Frame, extents: Sequence[ExtentRecord]) -> FileRecord:
-        """The record of a tensor's file, from what its writers report, in any order.
-
-        Raises:
-            StorageError: the extents are of several files or do not cover the payload exactly.
-        """
-        paths = sorted({extent.path for extent in extents})
-        if len(paths) != 1:
-            raise StorageError(f"extents of one file name {paths}")
-        dtype = str(frame.dtype).removeprefix("torch.")
-        frame_crc32 = frame.with_crc(payload_crc32(extents)).crc32
-        offset, size = frame.payload_offset, frame.payload_bytes
-        return cls(paths[0], frame.nbytes, offset, size, dtype, frame.shape, frame_crc32, _extents(extents))
-
-    @classmethod
-    def of_object(cls, whole: ExtentRecord) -> FileRecord:
-        """The record of a file that was written by :func:`megads_ucp.storage.write_object`."""
-        return cls(whole.path, whole.nbytes, 0, whole.nbytes, None, None, 0, _extents([whole]))
+    kind: str
+    dim: int | None
+    sub_sizes: tuple[int, ...] | None
+    vocabulary_size: int | None
+    qkv_order: Mapping[str, Any] | None
+    source: str
+    shards: tuple[tuple[int, ...], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON takes it: numbers, strings and tuples of them. Not ``asdict``, which copies every checksum."""
+        """As JSON takes it."""
         return dict(vars(self))
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> FileRecord:
+    def from_json(cls, content: Mapping[str, Any]) -> LayoutRecord:
+        """Inverse of :meth:`to_json`; a manifest from before the order of projections was recorded has none."""
+        sub_sizes = content["sub_sizes"]
+        return cls(
+            kind=content["kind"],
+            dim=content["dim"],
+            sub_sizes=None if sub_sizes is None else tuple(sub_sizes),
+            vocabulary_size=content["vocabulary_size"],
+            qkv_order=content.get("qkv_order"),
+            source=content["source"],
+            shards=tuple(map(tuple, content["shards"])),
+        )
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """What the manifest knows about one parameter, frozen parameter or buffer.
+
+    Attributes:
+        shape: of the full tensor, as it lies in the files.
+        owned: whether an optimizer owns it.
+        states: dtype ("bfloat16") on the ranks of each of its states, master weights included.
+        layout: how it was cut.
+    """
+
+    shape: tuple[int, ...]
+    owned: bool
+    states: Mapping[str, str]
+    layout: LayoutRecord
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {**vars(self), "layout": self.layout.to_json()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ParameterRecord:
+        """Inverse of :meth:`to_json`."""
+        layout = LayoutRecord.from_json(content["layout"])
+        return cls(tuple(content["shape"]), content["owned"], content["states"], layout)
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """A parameter group of one pipeline stage.
+
+    Attributes:
+        stage: pipeline stage.
+        index: place among the groups of the stage.
+        parameters: names of its members, in the order of the flat group.
+        hyperparameters: as JSON holds them; a value that JSON cannot hold is represented by its repr.
+    """
+
+    stage: int
+    index: int
+    parameters: tuple[str, ...]
+    hyperparameters: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> GroupRecord:
+        """Inverse of :meth:`to_json`."""
+        parameters = tuple(content["parameters"])
+        return cls(content["stage"], content["index"], parameters, content["hyperparameters"])
+
+
+class _FileRecords(Mapping[str, FileRecord]):
+    """Records made when they are looked up: a rank reads a few of a checkpoint's files, which may be 10,000."""
+
+    def __init__(self, entries: list[Mapping[str, Any]]) -> None:
+        self._entries = {entry["path"]: entry for entry in entries}
+
+    def __getitem__(self, path: str) -> FileRecord:
+        return FileRecord.from_json(self._entries[path])
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._entries  # Mapping's own would make the record
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a universal checkpoint contains, and what wrote it.
+
+    Attributes:
+        run_id: of the export.
+        created: time of the export, in UTC, ISO 8601.
+        versions: of megads_ucp, DeepSpeed, torch and Python.
+        topology: parallel degrees of the run that saved it.
+        run: precision, optimizer, batch and step of that run (``EngineState.facts``).
+        parameters: by name.
+        absent: names of parameters that were left out on request.
+        groups: of all pipeline stages, by stage and index.
+        files: by path; of a manifest that was read, each is checked when it is looked up (StorageError).
+    """
+
+    run_id: str
+    created: str
+    versions: Mapping[str, str]
+    topology: Mapping[str, int]
+    run: Mapping[str, Any]
+    parameters: Mapping[str, ParameterRecord]
+    absent: tuple[str, ...]
+    groups: tuple[GroupRecord, ...]
+    files: Mapping[str, FileRecord]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON takes it, with format and version."""
+        return {
+            **_FORMAT,
+            **vars(self),
+            "parameters": {name: parameter.to_json() for name, parameter in self.parameters.items()},
+            "groups": [group.to_json() for group in self.groups],
+            "files": [file.to_json() for file in self.files.values()],
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Manifest:
         """Inverse of :meth:`to_json`, also after a passage through JSON.
 
         Raises:
-            StorageError: a field is missing or makes no sense.
+            KeyError, TypeError, ValueError, AttributeError: a field is missing or makes no sense.
         """
-        try:
-            fields = dict(content)
-            fields["shape"] = None if content["shape"] is None else tuple(content["shape"])
-            fields["extents"] = tuple((start, nbytes, tuple(crcs)) for start, nbytes, crcs in content["extents"])
-            return cls(**fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StorageError(f"the manifest's record of {content.get('path')!r} is malformed: {error!r}") from error
+        return cls(
+            run_id=content["run_id"],
+            created=content["created"],
+            versions=content["versions"],
+            topology=content["topology"],
+            run=content["run"],
+            parameters={name: ParameterRecord.from_json(entry) for name, entry in content["parameters"].items()},
+            absent=tuple(content["absent"]),
+            groups=tuple(map(GroupRecord.from_json, content["groups"])),
+            files=_FileRecords(content["files"]),
+        )
 
 
-def payload_crc32(extents: Sequence[ExtentRecord]) -> int:
-    """CRC-32 of a payload written in parts, for :func:`megads_ucp.storage.write_frame`.
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json``, durably but for its name (which the commit's fsync of directories sees to).
 
     Raises:
-        StorageError: the parts leave a gap or overlap.
+        StorageError: the operating system refuses.
     """
-    crc32 = end = 0
-    for extent in _ascending(extents):
-        if extent.start != end:
-            raise StorageError(f"{extent.path}: an extent starts at byte {extent.start}, the last one ends at {end}")
-        crc32 = crc32_combine(crc32, extent.crc32, extent.nbytes)
-        end += extent.nbytes
-    return crc32
-
-
-def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
-    """Writes ``manifest.json``, durably but for its name (which the commit's fsync of directories sees to)."""
-    text = json.dumps({**_FORMAT, **content}, separators=(",", ":"))
+    text = json.dumps(manifest.to_json(), separators=(",", ":"))
     with storage_errors("write", directory / MANIFEST):
         write_durably(directory / MANIFEST, text.encode())
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The content given to :func:`write_manifest`, with its format and version.
+def read_manifest(directory: Path) -> Manifest:
+    """The content of ``manifest.json``.
 
     Raises:
         StorageError: missing, damaged, foreign or of a newer version.
@@ -147,98 +215,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             f"{path} has format version {content.get('format_version')}, this megads_ucp reads version "
             f"{_FORMAT['format_version']}: install a newer one"
         )
-    return content
-
-
-def verify_file(path: Path, record: FileRecord) -> None:
-    """Reads a file completely and compares it with its record.
-
-    Raises:
-        StorageError: missing, of another size, or different; names the file and the bytes concerned.
-    """
-    with storage_errors("read", path), descriptor(path, os.O_RDONLY) as fd:
-        _check_size(path, os.fstat(fd).st_size, record)
-        for start, stop, expected in _block_ranges(record):
-            _check_block(path, fd, start, stop, expected)
-        _check_frame(path, fd, record)
-
-
-def check_frame(path: Path, record: FileRecord) -> None:
-    """Compares a file with its record as far as its size and all that is not payload go.
-
-    The zip directory holds the payload's CRC-32, so a file of another export does not pass either.
-
-    Raises:
-        StorageError: missing, of another size, damaged or foreign.
-    """
-    with storage_errors("read", path), ranges(path) as fd:
-        _check_size(path, os.fstat(fd).st_size, record)
-        _check_frame(path, fd, record)
-
-
-def verify_range(path: Path, record: FileRecord, start: int, stop: int) -> None:
-    """Compares every block that holds some of the payload bytes [start, stop) with its record.
-
-    Raises:
-        StorageError: missing, of another size, or different; names the file and the bytes concerned.
-    """
-    start, stop = record.payload_offset + start, record.payload_offset + stop
-    with storage_errors("read", path), ranges(path) as fd:
-        _check_size(path, os.fstat(fd).st_size, record)
-        for first, last, expected in _block_ranges(record):
-            if first < stop and start < last:
-                _check_block(path, fd, first, last, expected)
-
-
-def _check_size(path: Path, size: int, record: FileRecord) -> None:
-    if size != record.nbytes:
-        what = "truncated" if size < record.nbytes else "too long"
-        raise StorageError(f"{path} is {what}: {size} bytes instead of {record.nbytes}")
-
-
-def _check_block(path: Path, fd: int, start: int, stop: int, expected: int) -> None:
-    if _crc32_of_range(fd, start, stop) != expected:
-        raise StorageError(
-            f"{path} is damaged: the checksum of bytes [{start}, {stop}) is not the recorded one. Restore it from a "
-            "copy, or load another tag"
-        )
-
-
-def _check_frame(path: Path, fd: int, record: FileRecord) -> None:
-    payload_stop = record.payload_offset + record.payload_bytes
-    head = _crc32_of_range(fd, 0, record.payload_offset)
-    if _crc32_of_range(fd, payload_stop, record.nbytes, head) != record.frame_crc32:
-        where = f"outside bytes [{record.payload_offset}, {payload_stop})"
-        raise StorageError(
-            f"{path} is damaged or of another export: its zip header or directory, {where}, is not the recorded one"
-        )
-
-
-def _block_ranges(record: FileRecord) -> Iterator[tuple[int, int, int]]:
-    """(first byte in the file, byte after the last, recorded CRC-32) of every block of the payload."""
-    for start, nbytes, block_crc32 in record.extents:
-        begin = record.payload_offset + start
-        for size, crc32 in zip(block_sizes(nbytes), block_crc32, strict=True):
-            yield begin, begin + size, crc32
-            begin += size
-
-
-def _crc32_of_range(fd: int, start: int, stop: int, crc32: int = 0) -> int:
-    """CRC-32 of bytes [start, stop) of a file, continuing ``crc32``."""
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, stop - start)))
-    while start < stop:
-        piece = buffer[: stop - start]
-        count = pread_all(fd, piece, start)
-        if not count:
-            raise OSError(f"the file ends at byte {start} while it is being read")
-        crc32 = zlib.crc32(piece[:count], crc32)
-        start += count
-    return crc32
-
-
-def _ascending(extents: Sequence[ExtentRecord]) -> list[ExtentRecord]:
-    return sorted(extents, key=lambda extent: (extent.start, extent.nbytes))
-
-
-def _extents(extents: Sequence[ExtentRecord]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    return tuple((extent.start, extent.nbytes, extent.block_crc32) for extent in _ascending(extents))
+    try:
+        return Manifest.from_json(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StorageError(f"{path} is malformed ({error!r}): restore it from a copy, or load another tag") from error

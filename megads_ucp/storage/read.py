@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,43 +17,30 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from megads_ucp.errors import StorageError
 from megads_ucp.storage.durable import pread_all, ranges, storage_errors
-from megads_ucp.storage.manifest import FileRecord, check_frame
+from megads_ucp.storage.records import FileRecord
+from megads_ucp.storage.verify import check_frame
 from megads_ucp.storage.write import payload_view
 
-# Beside parameters, and in zero/optimizer_state.pt.
-_CLASSES_OF_THE_FORMAT = (SubparamShape, LossScaler, DynamicLossScaler, ZeroStageEnum)
-
-
 _LOCK = threading.Lock()
-
-
-_bytes_read = 0
-
-
-def bytes_read() -> int:
-    """Bytes of tensor payload asked for by this process since the last :func:`reset_bytes_read`."""
-    return _bytes_read
-
-
-def reset_bytes_read() -> None:
-    global _bytes_read
-    with _LOCK:
-        _bytes_read = 0
 
 
 @dataclass(frozen=True)
 class TensorFile:
     """A ``.pt`` file of the universal format, known by its header: ``{"param": tensor, **metadata}``.
 
-    shape, strides: of the tensor, in elements. The stock converter saves views, so the stored elements need not be
-        contiguous, nor fill their storage. Everything below counts *logical* elements, in row-major order.
-    payload_offset: byte offset in the file of the tensor's first element.
-    metadata: the keys beside "param"; empty where the file is known by its record.
+    The stock converter saves views, so the stored elements need be neither contiguous nor all of their storage.
+    Offsets and counts of elements are *logical* all the same, in row-major order.
+
+    Attributes:
+        path: of the file.
+        shape: of the tensor.
+        dtype: of the tensor.
+        payload_offset: byte offset in the file of the tensor's first element.
+        metadata: the keys beside "param"; empty where the file is known by its record.
+        strides: of the tensor, in elements.
     """
 
     path: Path
@@ -64,7 +52,8 @@ class TensorFile:
 
     @cached_property
     def numel(self) -> int:
-        return _numel(self.shape)
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @cached_property
     def contiguous(self) -> bool:
@@ -72,48 +61,35 @@ class TensorFile:
         return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
 
     def read(self, start: int, numel: int, out: torch.Tensor) -> torch.Tensor:
-        """Reads logical elements [start, start + numel) into ``out`` (contiguous, on the CPU, this dtype); returns it.
+        """Read logical elements [start, start + numel) into ``out`` (contiguous, on the CPU, of this dtype).
+
+        Returns:
+            ``out``
 
         Raises:
             StorageError: the file is gone or shorter than it was.
         """
-        return self.read_runs([(start, numel)], out)
-
-    def read_runs(self, runs: Sequence[tuple[int, int]], out: torch.Tensor) -> torch.Tensor:
-        """Reads several ranges ``(start, numel)`` and lays them one after the other in ``out``; opens the file once.
-
-        Ranges that continue each other become one read; gaps are never read: the caller knows what a seek is worth.
-
-        Raises:
-            StorageError: as :meth:`read`.
-        """
-        total = sum(numel for _, numel in runs)
-        if out.dtype != self.dtype or out.numel() != total:
-            raise ValueError(f"{self.path}: {total} x {self.dtype} do not fit into {out.numel()} x {out.dtype}")
-        if any(start < 0 or numel < 0 or start + numel > self.numel for start, numel in runs):
-            raise ValueError(f"{self.path}: a range of {list(runs)} is outside the tensor's {self.numel} elements")
-        flat, done = out.detach().view(-1), 0
+        if out.dtype != self.dtype or out.numel() != numel:
+            raise ValueError(f"{self.path}: {numel} x {self.dtype} do not fit into {out.numel()} x {out.dtype}")
+        if start < 0 or start + numel > self.numel:
+            raise ValueError(
+                f"{self.path}: [{start}, {start + numel}) is outside the {self.numel} elements of the tensor"
+            )
         read = self._read_span if self.contiguous else self._read_strided
         with storage_errors("read", self.path), ranges(self.path) as fd:
-            for start, numel in _merged(runs):
-                read(fd, start, flat[done : done + numel])
-                done += numel
+            if numel:
+                read(fd, start, out.detach().view(-1))
         return out
 
     def _read_span(self, fd: int, start: int, out: torch.Tensor) -> None:
-        """Reads what lies in the file from the ``start``-th stored element on, counted from the first logical one."""
-        global _bytes_read
+        """Read the stored elements from ``start`` on, counted in the file from the first logical one."""
         view = payload_view(out)
-        with _LOCK:
-            _bytes_read += len(view)
         if pread_all(fd, view, self.payload_offset + start * self.dtype.itemsize) < len(view):
             raise StorageError(f"{self.path} is truncated: it ends before stored element {start + out.numel()}")
 
     def _read_strided(self, fd: int, start: int, out: torch.Tensor) -> None:
-        """The rare case, correct rather than fast: reads the stored span of all rows touched and picks from it."""
-        if not out.numel():
-            return
-        row = _numel(self.shape[1:])
+        """Read the stored span of all rows touched and pick from it: the rare case, correct rather than fast."""
+        row = math.prod(self.shape[1:])
         first, last = start // row, (start + out.numel() - 1) // row
         shape = (last - first + 1, *self.shape[1:])
         span = 1 + sum((size - 1) * stride for size, stride in zip(shape, self.strides, strict=True))
@@ -123,25 +99,25 @@ class TensorFile:
 
 
 def open_tensor(path: Path) -> TensorFile:
-    """Reads the header of a ``.pt`` file that holds one tensor. Nothing in the file can run code; no payload is read.
+    """Read the header of a ``.pt`` file that holds one tensor. No code in the file is run, no payload is read.
 
     Raises:
         StorageError: missing, truncated, not a file of ``torch.save``, other content, or in need of code to load.
     """
-    content = _load(path, map_location="meta")
+    content = _load(path, map_location="meta", allowed=(SubparamShape,))
     if not isinstance(content, dict) or not isinstance(content.get("param"), torch.Tensor):
         found = f"the keys {sorted(map(str, content))}" if isinstance(content, dict) else f"a {type(content).__name__}"
-        raise StorageError(f'{path} holds {found} instead of a tensor under "param": not a universal checkpoint\'s')
+        raise StorageError(f'{path} holds {found}, not a tensor under "param": it is no file of a universal checkpoint')
     tensor = content["param"]
     metadata = {key: value for key, value in content.items() if key != "param"}
     if tensor.layout != torch.strided or any(isinstance(value, torch.Tensor) for value in metadata.values()):
-        raise StorageError(f"{path} holds something else than one plain tensor: not a universal checkpoint's")
+        raise StorageError(f"{path} holds more than one plain tensor: it is no file of a universal checkpoint")
     storage = tensor.untyped_storage()
     # torch.load(map_location="meta") leaves the position of the record there (torch/serialization.py, load_tensor), but
     # not for its pre-zip format.
     begin = getattr(storage, "_checkpoint_offset", None)
     if begin is None:
-        raise StorageError(f"{path} is not a zip file: it is of the format torch.save had before version 1.6")
+        raise StorageError(f"{path} is not a zip file: it has the format that torch.save wrote before version 1.6")
     with storage_errors("read", path):
         size = os.stat(path).st_size
     if begin + storage.nbytes() > size:
@@ -151,10 +127,10 @@ def open_tensor(path: Path) -> TensorFile:
 
 
 def open_recorded(path: Path, record: FileRecord) -> TensorFile:
-    """The same, of a file that the manifest describes: compared with its record instead of unpickled, which is faster.
+    """Like :func:`open_tensor`, of a file in the manifest: compared with its record, which is faster than unpickling.
 
     Raises:
-        StorageError: missing, of another size, damaged outside the payload, of another export, or not a tensor's.
+        StorageError: missing, of another size, damaged outside the payload, of another export, or not a tensor's file.
     """
     check_frame(path, record)
     dtype = record.tensor_dtype
@@ -164,7 +140,7 @@ def open_recorded(path: Path, record: FileRecord) -> TensorFile:
 
 
 def state_names(folder: Path) -> list[str]:
-    """Names of the states whose files a parameter's directory holds, sorted: "exp_avg" for exp_avg.pt.
+    """Names of the states with a file in a parameter's directory, sorted: "exp_avg" for exp_avg.pt.
 
     Raises:
         StorageError: the directory is missing.
@@ -173,58 +149,43 @@ def state_names(folder: Path) -> list[str]:
         return sorted(path.stem for path in folder.iterdir() if path.suffix == ".pt")
 
 
-def read_object(path: Path, *, weights_only: bool = True) -> Any:
-    """``torch.load`` onto the CPU of a small pickled file. ``weights_only=False`` runs what the file says: only for the
-    user's own checkpoints, whose client state may hold any object.
+def read_object(path: Path, allowed: tuple[type, ...] = (), *, weights_only: bool = True) -> Any:
+    """``torch.load`` onto the CPU of a small pickled file.
+
+    Args:
+        path: of the file.
+        allowed: classes that the file may hold beside those torch itself allows.
+        weights_only: False runs the code that the file names. Only for the user's own checkpoints: their client state
+            may hold any object.
 
     Raises:
-        StorageError: as :func:`open_tensor`.
+        StorageError: missing, truncated, not a file of ``torch.save``, or in need of other code to load.
     """
-    return _load(path, map_location="cpu", weights_only=weights_only)
+    return _load(path, map_location="cpu", allowed=allowed, weights_only=weights_only)
 
 
-def _load(path: Path, *, map_location: str, weights_only: bool = True) -> Any:
+def _load(path: Path, *, map_location: str, allowed: tuple[type, ...], weights_only: bool = True) -> Any:
     try:
-        with storage_errors("read", path), open(path, "rb") as stream, _allowlist():
+        with storage_errors("read", path), open(path, "rb") as stream, _allowlist(allowed):
             return torch.load(stream, map_location=map_location, weights_only=weights_only)
     except StorageError:
         raise
     except pickle.UnpicklingError as error:
         forbidden = re.search(r"GLOBAL (\S+)", str(error))
         what = f"needs {forbidden[1]} to load, which was not run" if forbidden else "is not a plain file of torch.save"
-        raise StorageError(f"{path} {what}: it is damaged, or not a universal checkpoint's") from error
+        raise StorageError(f"{path} {what}: it is damaged, or no file of a universal checkpoint") from error
     except Exception as error:  # torch.load reports damage as RuntimeError, EOFError, ValueError, KeyError ...
         raise StorageError(f"{path} is truncated, damaged or not a file of torch.save: {error}") from error
 
 
 @contextmanager
-def _allowlist() -> Iterator[None]:
-    """Lets the classes that the stock format itself uses pass ``weights_only``.
+def _allowlist(allowed: tuple[type, ...]) -> Iterator[None]:
+    """Let ``allowed`` pass ``weights_only``.
 
-    ``safe_globals`` takes its classes off a process-wide set again on leaving, so threads must not overlap in it and
-    classes that the user had already allowed must not go through it.
+    ``safe_globals`` takes its classes off a process-wide set again on leaving. So threads must not overlap in it, and
+    classes that the user had allowed before must not go through it.
     """
     with _LOCK:
-        missing = [cls for cls in _CLASSES_OF_THE_FORMAT if cls not in torch.serialization.get_safe_globals()]
+        missing: list[Any] = [cls for cls in allowed if cls not in torch.serialization.get_safe_globals()]
         with torch.serialization.safe_globals(missing):
             yield
-
-
-def _merged(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The same ranges in the same order, with those that continue their predecessor joined to it."""
-    begin = end = 0
-    for start, numel in runs:
-        if start != end:
-            if end > begin:
-                yield begin, end - begin
-            begin = start
-        end = start + numel
-    if end > begin:
-        yield begin, end - begin
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

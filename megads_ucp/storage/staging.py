@@ -11,9 +11,9 @@ An export to ``<parent>/<name>`` is written into ``<parent>/.<name>.staging-<run
 4. the file that names the latest checkpoint is replaced;
 5. the older export is deleted.
 
-A crash between any two steps leaves either the older or the new export under the name, complete, with one exception:
-between the two renames of the fallback the name is missing and the older export is under ``.replaced-``.
-:func:`repair` puts it back, and deletes whatever else a killed export left.
+A crash between any two steps leaves the older or the new export under the name, complete, with one exception: between
+the two renames of the fallback, the name is missing and the older export is under ``.replaced-``. :func:`repair` puts
+it back, and deletes whatever else a killed export left.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ _AT_FDCWD = -100  # linux/fcntl.h
 
 @dataclass(frozen=True)
 class Staging:
-    """An export in the making. One rank creates it, all others open it; then all write; then one commits.
+    """An export in the making. One rank creates it and all others join it, then all write, then one commits.
 
-    target: the directory's name once complete.
-    run_id: distinguishes this export from earlier, killed ones; letters, digits, "-" and "_".
+    Attributes:
+        target: path of the directory once it is complete.
+        run_id: distinguishes this export from earlier, killed ones; letters, digits, "-" and "_".
     """
 
     target: Path
@@ -74,15 +75,15 @@ class Staging:
 
     @property
     def directory(self) -> Path:
-        """Where the files go until the commit."""
+        """Where the files are written until the commit."""
         return _beside(self.target, _STAGING, self.run_id)
 
     @classmethod
     def create(cls, target: Path, run_id: str) -> Staging:
-        """Makes the directory and its parents, after clearing what killed exports of the same target left behind.
+        """Make the directory and its parents, after clearing what killed exports of the same target left behind.
 
         Raises:
-            StorageError: read-only, full, or a file in the place of a directory.
+            StorageError: the file system is read-only or full, or a file is in the place of a directory.
         """
         staging = cls(Path(target), run_id)
         with storage_errors("create", staging.directory):
@@ -96,10 +97,13 @@ class Staging:
         return staging
 
     @classmethod
-    def open(cls, target: Path, run_id: str, *, patience_s: float = 2.0) -> Staging:
+    def join(cls, target: Path, run_id: str, *, patience_s: float = 2.0) -> Staging:
         """The staging directory that another rank has created.
 
-        ``patience_s``: how long a network file system may take to show it.
+        Args:
+            target: as in :meth:`create`.
+            run_id: as in :meth:`create`.
+            patience_s: seconds that a network file system may take to show it.
 
         Raises:
             StorageError: this rank does not see it.
@@ -116,7 +120,10 @@ class Staging:
         return staging
 
     def path(self, relative: str) -> Path:
-        """Where to write the file with this path (slashes) within the checkpoint. Creates the directories on the way.
+        """Where to write a file, after making the directories on the way.
+
+        Args:
+            relative: path within the checkpoint, with slashes.
 
         Raises:
             StorageError: the path leaves the checkpoint, or the staging directory has vanished.
@@ -128,7 +135,7 @@ class Staging:
         for part in parts.parts[:-1]:
             path = path / part
             with storage_errors("create", path):
-                # One level at a time below a root that must be there: a parents=True would quietly start a deleted
+                # One level at a time below a root that must be there: parents=True would quietly start a deleted
                 # checkpoint anew, without the files written so far.
                 try:
                     os.mkdir(path)
@@ -138,7 +145,7 @@ class Staging:
         return path / parts.name
 
     def discard(self) -> None:
-        """Deletes an export that will not be committed. Never raises: it is called when something else went wrong."""
+        """Delete an export that will not be committed. Never raises: it is called when something else went wrong."""
         _delete(self.directory)
 
     def commit(
@@ -148,15 +155,19 @@ class Staging:
         sizes: Mapping[str, int] | None = None,
         exchange: Callable[[Path, Path], bool] | None = None,
     ) -> None:
-        """Gives the finished directory its name, durably, then makes ``latest`` name it (see the module's docstring).
+        """Give the finished directory its name, durably, then make ``latest`` name it (see the module's docstring).
 
-        Call it on one rank, after every rank's writes have returned. ``latest`` lies in a parent of the target and gets
-        the target's path relative to that parent; None leaves it alone. ``sizes``: of the files that must be there, by
-        path within the checkpoint: something may have deleted part of them meanwhile. ``exchange`` swaps two names or
-        returns False where it cannot; :func:`rename_exchange` unless given.
+        Call it on one rank, after the writes of every rank have returned.
+
+        Args:
+            latest: file in a parent of the target, to hold the target's path relative to that parent; None: no such
+                file is written.
+            sizes: of the files that must be there, in bytes by path within the checkpoint: something may have deleted
+                some of them meanwhile.
+            exchange: swaps two names, or returns False where it cannot; :func:`rename_exchange` unless given.
 
         Raises:
-            StorageError: a step failed; what the target's name stands for is complete all the same, old or new.
+            StorageError: a step failed; the export under the target's name, older or new, is complete all the same.
         """
         name = None if latest is None else self.target.relative_to(latest.parent).as_posix()
         if not self._visible():
@@ -181,7 +192,7 @@ class Staging:
                 raise StorageError(f"{path} has {found} bytes instead of {nbytes}: something else has written to it")
 
     def _take_name(self, exchange: Callable[[Path, Path], bool]) -> Path | None:
-        """Gives the directory its name, durably; returns where an older export of that name is now, if any."""
+        """Give the directory its name, durably; return where an older export of that name is now, if there was one."""
         older: Path | None = None
         with storage_errors("rename the finished export to", self.target):
             if not self.target.exists():
@@ -212,10 +223,19 @@ def leftovers(target: Path) -> tuple[Path, ...]:
 
 
 def repair(target: Path, latest: Path | None = None) -> tuple[Path, ...]:
-    """Puts back the export that a killed commit had set aside, if ``target`` is missing, and deletes other leftovers.
+    """Put back the export that a killed commit had set aside, if ``target`` is missing, and delete other leftovers.
 
-    Not while an export of the same target is running. ``latest``: the file that names the latest checkpoint, to
-    delete a half-prepared version of it too. Returns the leftovers found; they are gone.
+    Not while an export of the same target is running.
+
+    Args:
+        target: directory of a universal checkpoint.
+        latest: the file that names the latest checkpoint; a half-prepared version of it is deleted too.
+
+    Returns:
+        The leftovers found; they are gone.
+
+    Raises:
+        StorageError: the operating system refuses.
     """
     found = leftovers(target)
     replaced = [path for path in found if path.name.startswith(f".{target.name}.{_REPLACED}-")]
@@ -233,7 +253,7 @@ def repair(target: Path, latest: Path | None = None) -> tuple[Path, ...]:
 
 
 def rename_exchange(a: Path, b: Path) -> bool:
-    """Swaps two names of one file system atomically; False where kernel, C library or file system cannot.
+    """Swap two names of one file system atomically; False where kernel, C library or file system cannot.
 
     Raises:
         OSError: any other reason, such as a missing permission.
@@ -254,7 +274,7 @@ def _beside(target: Path, role: str, run_id: str) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a file or tree as far as possible. What stays does no harm, and the next export tries again."""
+    """Delete a file or tree as far as possible. What stays does no harm, and the next export tries again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
@@ -263,4 +283,4 @@ def _delete(path: Path) -> None:
         except OSError as error:
             logger.warning("cannot delete %s: %s", path, error)
     if os.path.lexists(path):
-        logger.warning("%s is of no use any more but could not be deleted completely", path)
+        logger.warning("%s is no longer needed but could not be deleted completely", path)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing the files of a checkpoint: each byte once, sequentially, checksummed on the way, durable on return.
 
-The names of new files become durable with their directories (:func:`megads_ucp.storage.fsync_tree`), which the commit
-sees to. All functions raise StorageError, with the path and the reason, if the operating system refuses.
+The names of new files become durable with their directories, which the commit sees to (``fsync_tree`` in durable.py).
+All functions raise StorageError, with the path and the reason, if the operating system refuses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,9 @@ from torch.utils.serialization import config
 from megads_ucp.storage.checksum import BLOCK_BYTES, blocks, crc32_of_blocks
 from megads_ucp.storage.durable import Buffer, descriptor, pwrite_all, storage_errors
 from megads_ucp.storage.framing import Frame
+from megads_ucp.storage.records import ExtentRecord
 
 _CREATE = os.O_WRONLY | os.O_CREAT
-
-
-@dataclass(frozen=True)
-class ExtentRecord:
-    """What one write put into one file: a byte range of its payload.
-
-    path: of the file, relative to the checkpoint directory (to ``root`` of the writing function).
-    start, nbytes: the range, in bytes from the start of the payload.
-    block_crc32: CRC-32 of each :data:`~megads_ucp.storage.BLOCK_BYTES` of the range, counted from its start.
-    """
-
-    path: str
-    start: int
-    nbytes: int
-    block_crc32: tuple[int, ...]
-
-    @property
-    def crc32(self) -> int:
-        """CRC-32 of the whole range."""
-        return crc32_of_blocks(self.block_crc32, self.nbytes)
 
 
 def payload_view(buffer: torch.Tensor | Buffer) -> memoryview:
@@ -54,9 +34,18 @@ def payload_view(buffer: torch.Tensor | Buffer) -> memoryview:
 
 
 def write_file(path: Path, frame: Frame, payload: torch.Tensor | Buffer, *, root: Path | None = None) -> ExtentRecord:
-    """Writes a whole file, frame included, in one sequential pass. The record covers the whole payload.
+    """Write a whole file, frame included, in one sequential pass.
 
     The payload's blocks are checksummed just before they are written, while the cache holds them.
+
+    Args:
+        path: of the file.
+        frame: everything in the file but the payload.
+        payload: contiguous CPU tensor, or bytes.
+        root: checkpoint directory; the record's path is relative to it.
+
+    Returns:
+        A record of the whole payload.
     """
     view = payload_view(payload)
     _check_range(path, frame, 0, len(view), whole=True)
@@ -77,7 +66,18 @@ def write_file(path: Path, frame: Frame, payload: torch.Tensor | Buffer, *, root
 def write_extent(
     path: Path, frame: Frame, start: int, buffer: torch.Tensor | Buffer, *, root: Path | None = None
 ) -> ExtentRecord:
-    """Writes part of a split file: payload bytes from ``start`` (bytes). Several processes may do so in any order."""
+    """Write part of a split file, as several processes may do in any order.
+
+    Args:
+        path: of the file.
+        frame: of the whole file.
+        start: where ``buffer`` begins in the payload, in bytes.
+        buffer: contiguous CPU tensor, or bytes.
+        root: checkpoint directory; the record's path is relative to it.
+
+    Returns:
+        A record of this part.
+    """
     view = payload_view(buffer)
     _check_range(path, frame, start, len(view), whole=False)
     checksums: list[int] = []
@@ -92,7 +92,13 @@ def write_extent(
 
 
 def write_frame(path: Path, frame: Frame, crc32: int) -> None:
-    """Writes prefix and suffix of a split file, given the CRC-32 of its whole payload, before or after the extents."""
+    """Write everything but the payload of a split file, before or after its extents.
+
+    Args:
+        path: of the file.
+        frame: of the whole file.
+        crc32: CRC-32 of the whole payload.
+    """
     finished = frame.with_crc(crc32)
     with storage_errors("write", path), descriptor(path, _CREATE) as fd:
         pwrite_all(fd, [finished.prefix], 0)
@@ -101,7 +107,11 @@ def write_frame(path: Path, frame: Frame, crc32: int) -> None:
 
 
 def write_object(path: Path, obj: Any, *, root: Path | None = None) -> ExtentRecord:
-    """``torch.save`` of a small object (step.pt, optimizer_state.pt, mp_rank files). The record covers the file."""
+    """``torch.save`` of a small object (step.pt, optimizer_state.pt, mp_rank files).
+
+    Returns:
+        A record of the whole file.
+    """
     stream = io.BytesIO()
     with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
         torch.save(obj, stream)

@@ -82,9 +82,9 @@ def test_a_rank_without_key_value_heads_as_source_and_as_target(kind: str, tmp_p
     losses = checked.export(TP4, tmp_path / "tp4")
     with pytest.raises(RankError, match="'NoneType' object is not iterable"):
         assert_as_stock(tmp_path / "tp4")
-    parameters = storage.read_manifest(tmp_path / "tp4" / UNIVERSAL)["parameters"]
-    shards = parameters["model.layers.0.self_attn.q_proj.weight"]["layout"]["shards"]
-    assert shards == [[16, 48], [16, 48], [16, 48], [0, 48]]
+    parameters = storage.read_manifest(tmp_path / "tp4" / UNIVERSAL).parameters
+    shards = parameters["model.layers.0.self_attn.q_proj.weight"].layout.shards
+    assert shards == ((16, 48), (16, 48), (16, 48), (0, 48))
 
     checked.assert_losses(checked.resume(TP2DP2, tmp_path / "tp4", tmp_path / "tp2"), losses)
     checked.assert_losses(checked.resume(TP4, tmp_path / "tp2", tmp_path / "back"), losses)
@@ -139,8 +139,8 @@ def test_a_parameter_that_never_got_a_gradient(kind: str, tmp_path: Path) -> Non
     assert_as_stock(tmp_path / "tp3")
 
     name = "model.layers.1.spare.mlp.down_proj.weight"
-    layout = storage.read_manifest(tmp_path / "tp3" / UNIVERSAL)["parameters"][name]["layout"]
-    assert layout["shards"] == [[48, 17], [48, 17], [48, 16]]
+    layout = storage.read_manifest(tmp_path / "tp3" / UNIVERSAL).parameters[name].layout
+    assert layout.shards == ((48, 17), (48, 17), (48, 16))
     assert not tensors(tmp_path / "tp3" / UNIVERSAL)[f"{name}/exp_avg"].any()
     checked.assert_losses(checked.resume(TP2, tmp_path / "tp3", tmp_path / "tp2"), losses)
 
@@ -267,6 +267,6 @@ def test_two_engines_in_a_process_never_see_each_other(tmp_path: Path) -> None:
         run_ranks(alone, 4, which, tmp_path / name)
         stock.assert_same_universal(tmp_path / "both" / name / UNIVERSAL, tmp_path / name / UNIVERSAL)
         manifests = [storage.read_manifest(folder / name / UNIVERSAL) for folder in (tmp_path / "both", tmp_path)]
-        assert manifests[0]["parameters"] == manifests[1]["parameters"]
-        assert manifests[0]["groups"] == manifests[1]["groups"]
+        assert manifests[0].parameters == manifests[1].parameters
+        assert manifests[0].groups == manifests[1].groups
     student.resume(TP3, tmp_path / "both" / "student", tmp_path / "again", after=1)

@@ -150,8 +150,8 @@ def kinds_of_parameters(module: nn.Module) -> list[dict[str, Any]]:
 
 def values_of_parameters(universal: Path) -> dict[str, dict[str, Any]]:
     """The hyperparameters that every parameter was trained with."""
-    groups = read_manifest(universal)["groups"]
-    return {name: group["hyperparameters"] for group in groups for name in group["parameters"]}
+    groups = read_manifest(universal).groups
+    return {name: dict(group.hyperparameters) for group in groups for name in group.parameters}
 
 
 @pytest.mark.slow
@@ -172,8 +172,8 @@ def test_hyperparameters_of_groups_that_not_every_stage_has(tmp_path: Path) -> N
     losses = run_ranks(source, 4)[0]
     values = values_of_parameters(tmp_path / "source" / UNIVERSAL)
     places: dict[str, set[int]] = {}
-    for group in read_manifest(tmp_path / "source" / UNIVERSAL)["groups"]:
-        places.setdefault(group["hyperparameters"]["name"], set()).add(group["index"])
+    for group in read_manifest(tmp_path / "source" / UNIVERSAL).groups:
+        places.setdefault(group.hyperparameters["name"], set()).add(group.index)
     assert places["matrices"] == {0, 2}
     for target in (PP2, TP2DP2):
         again = tmp_path / str(target)

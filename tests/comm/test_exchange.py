@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -22,7 +23,6 @@ from megads_ucp.layout.build import build_layout
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.save import make_plan
 from megads_ucp.plan.types import Extent, Plan, Transfer
-from megads_ucp.save.manifest import split_crc32
 from megads_ucp.save.writer import ExtentWriter, file_name
 from tests.support.jobs import ADAM, MIXED, Job, replicated, values_of
 from tests.support.ranks import run_ranks
@@ -56,11 +56,11 @@ def true_source(plan: Plan) -> Source:
 
 
 def export(channel: Channel, plan: Plan, target: Path, source: Source) -> list[storage.ExtentRecord]:
-    """What export.py does between the plan and the manifest."""
+    """What the exporter does between the plan and the manifest."""
     with channel.agreed("preparing"):
         if channel.rank == 0:
             storage.Staging.create(target, "run")
-    staging, writer = storage.Staging.open(target, "run"), ExtentWriter()
+    staging, writer = storage.Staging.join(target, "run"), ExtentWriter()
     sink = writer.prepare(plan, channel.rank, staging)
     with channel.agreed("writing"):
         try:
@@ -68,8 +68,8 @@ def export(channel: Channel, plan: Plan, target: Path, source: Source) -> list[s
             records = sink.finish()
         finally:
             sink.abandon()
-    told = channel.gather(records)
-    split = split_crc32(plan, [record for theirs in told for record in theirs]) if told is not None else {}
+    gathered = channel.gather(records)
+    split = {} if gathered is None else storage.split_crc32(itertools.chain.from_iterable(gathered))
     split = channel.broadcast(split, 0)
     for name, frame in writer.split_frames(plan):
         storage.write_frame(staging.path(name), frame, split[name])
@@ -78,8 +78,8 @@ def export(channel: Channel, plan: Plan, target: Path, source: Source) -> list[s
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank made of a failure, and after how long."""
+class Failure:
+    """How an export failed on a rank, and after how long."""
 
     error: type[BaseException]
     message: str
@@ -88,13 +88,13 @@ class Told:
 
 def failing_export(
     target: Path, job: Job, wrap: Callable[[Plan, Source, int], Source], timeout_minutes: float = 1.0
-) -> Told:
+) -> Failure:
     channel, plan = Channel(timeout_minutes), make_plan(job.subjects(), job.world, 256)
     source = wrap(plan, true_source(plan), channel.rank)
     started = time.monotonic()
     with pytest.raises(UniversalCheckpointError) as failure:
         export(channel, plan, target, source)
-    return Told(failure.type, str(failure.value), time.monotonic() - started)
+    return Failure(failure.type, str(failure.value), time.monotonic() - started)
 
 
 # ---- what arrives ----
@@ -149,11 +149,11 @@ def test_a_source_that_fails_on_one_rank_fails_the_export_on_all_and_nobody_hang
 
         return failing
 
-    for told in run_ranks(lambda: failing_export(tmp_path / "checkpoint", model(2, 2), broken), 4):
-        assert told.error is Disagreement
-        assert "writing failed" in told.message
-        assert "rank 1: KeyError: 'the optimizer was replaced'" in told.message
-        assert told.seconds < 30
+    for failure in run_ranks(lambda: failing_export(tmp_path / "checkpoint", model(2, 2), broken), 4):
+        assert failure.error is Disagreement
+        assert "writing failed" in failure.message
+        assert "rank 1: KeyError: 'the optimizer was replaced'" in failure.message
+        assert failure.seconds < 30
 
 
 def test_a_lay_that_fails_on_one_rank_fails_the_export_on_all_and_nobody_hangs():
@@ -205,9 +205,9 @@ def test_a_rank_killed_during_the_exchange_fails_the_others_at_once(tmp_path):
         return killing
 
     body = lambda: failing_export(tmp_path / "checkpoint", model(2, 2), deadly, timeout_minutes=2.0)  # noqa: E731
-    told = run_ranks(body, 4, expect_death={2: signal.SIGKILL})
+    failures = run_ranks(body, 4, expect_death={2: signal.SIGKILL})
 
-    for survivor in (told[0], told[1], told[3]):
+    for survivor in (failures[0], failures[1], failures[3]):
         assert survivor.error is ChannelError
         assert "rank 2" in survivor.message
         assert survivor.seconds < 60  # not after the timeout
@@ -224,9 +224,9 @@ def test_a_rank_that_is_stuck_fails_the_others_when_the_timeout_has_passed(tmp_p
         return sleeping
 
     body = lambda: failing_export(tmp_path / "checkpoint", model(3, 1, ADAM[:1]), slow, timeout_minutes=0.05)  # noqa: E731
-    told = run_ranks(body, 3)
+    failures = run_ranks(body, 3)
 
     for rank in (0, 2):
-        assert told[rank].error is ChannelError
-        assert 2 < told[rank].seconds < 14
-        assert "rank 1" in told[rank].message
+        assert failures[rank].error is ChannelError
+        assert 2 < failures[rank].seconds < 14
+        assert "rank 1" in failures[rank].message

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megads_ucp
-from megads_ucp import storage
-from megads_ucp.engine.adapter import live_state
+from megads_ucp.engine.adapter import engine_state
 from megads_ucp.layout.boxes import Box
 from megads_ucp.layout.build import build_layout
 from megads_ucp.layout.rule import Rule
@@ -27,6 +26,7 @@ from tests.support.degrees import export, gpt_case, llama_case, resume
 from tests.support.descriptions import of_all_tp_ranks
 from tests.support.jobs import ADAM, Job, gpt, replicated
 from tests.support.ranks import run_ranks
+from tests.support.reads import payload_counted
 
 # ------------------------------------------------------------------------------------------------------------ the plan
 
@@ -156,11 +156,10 @@ def test_no_byte_is_read_twice(saved, tp, dp):
     def body(read_together: str) -> Counts:
         megads_ucp.install(argparse.Namespace(universal_checkpoint_read_together=read_together))
         engine = gpt_case(tied=False, biases=True).engine(tp, resuming=True)
-        storage.reset_bytes_read()
-        engine.load_checkpoint(str(directory))
-        partitions = engine.optimizer.single_partition_of_fp32_groups
-        padding = sum(group.flat.partition(group.shard_rank).padding for group in live_state(engine).groups)
-        return Counts(storage.bytes_read(), 3 * 4 * (sum(map(torch.numel, partitions)) - padding))
+        with payload_counted() as asked:
+            engine.load_checkpoint(str(directory))
+        fragments = [f for group in engine_state(engine).groups for f in group.partition.fragments]
+        return Counts(asked(), 3 * 4 * sum(fragment.numel for fragment in fragments))
 
     together = run_ranks(body, tp * dp, "always")
     assert sum(count.asked for count in together) == sum(count.needed for count in together)

@@ -9,21 +9,22 @@ import pytest
 import torch
 
 from megads_ucp.errors import StorageError
-from megads_ucp.load.groups import SavedGroup, match_groups, revived, saved_groups
+from megads_ucp.load.groups import match_groups, revived
+from megads_ucp.storage import GroupRecord
 
 DECAY, PLAIN = {"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "weight_decay": 0.0}
 
 
-def saved(*stages: list[tuple[str, dict[str, Any]]]) -> tuple[SavedGroup, ...]:
-    """Of each stage its groups, each with its members' one-letter names."""
-    return saved_groups(
-        {"stage": stage, "index": index, "parameters": list(names), "hyperparameters": values}
+def saved(*stages: list[tuple[str, dict[str, Any]]]) -> tuple[GroupRecord, ...]:
+    """The groups of each stage, each with the one-letter names of its members."""
+    return tuple(
+        GroupRecord(stage, index, tuple(names), values)
         for stage, groups in enumerate(stages)
         for index, (names, values) in enumerate(groups)
     )
 
 
-def matched(mine: list[str], groups: tuple[SavedGroup, ...]) -> list[tuple[int, int] | None]:
+def matched(mine: list[str], groups: tuple[GroupRecord, ...]) -> list[tuple[int, int] | None]:
     found = match_groups([list(names) for names in mine], groups)
     return [None if group is None else (group.stage, group.index) for group in found]
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megads_ucp.errors import UniversalCheckpointError
-from megads_ucp.storage import FileRecord, open_tensor, read_manifest
+from megads_ucp.storage import open_tensor, read_manifest
 from tests.support.accidents import assert_complete, before, entries, hide, install, kill, remount, reports, small_disk
 from tests.support.models import MLP, initialize, mlp_batches, train
 from tests.support.ranks import run_ranks
@@ -156,7 +156,7 @@ def test_a_job_killed_while_it_replaces_an_export_leaves_one_of_the_two(tmp_path
 
     run_ranks(body, 3, expect_death=dict.fromkeys(range(3), signal.SIGKILL))
     assert assert_old_or_new(tmp_path) == "old_universal"
-    step = read_manifest(tmp_path / "old_universal")["run"]["global_steps"]
+    step = read_manifest(tmp_path / "old_universal").run["global_steps"]
     assert step == (1 if "optimizer_state" in moment else 2)
     run_ranks(body_that_exports(tmp_path, "old"), 1)
     assert entries(tmp_path) == sorted(["latest", LATEST, "old", "old_universal"])
@@ -456,8 +456,7 @@ def flip(path: Path, position: int) -> None:
 
 
 def middle_of_payload(directory: Path, name: str) -> int:
-    records = {record["path"]: record for record in read_manifest(directory)["files"]}
-    record = FileRecord.from_json(records[name])
+    record = read_manifest(directory).files[name]
     return record.payload_offset + record.payload_bytes // 2
 
 

@@ -22,16 +22,11 @@ from hypothesis import strategies as st
 
 from megads_ucp.errors import StorageError
 from megads_ucp.storage import (
-    BLOCK_BYTES,
-    MANIFEST,
     FileRecord,
-    bytes_read,
     frame,
     open_tensor,
-    payload_crc32,
-    read_manifest,
     read_object,
-    reset_bytes_read,
+    split_crc32,
     verify_file,
     write_extent,
     write_file,
@@ -39,7 +34,10 @@ from megads_ucp.storage import (
     write_manifest,
     write_object,
 )
+from megads_ucp.storage.checksum import BLOCK_BYTES
+from tests.storage.manifests import manifest
 from tests.support.children import exit_code, start_child
+from tests.support.reads import payload_counted
 
 
 def write_whole(path: Path, tensor: torch.Tensor, **metadata: object) -> FileRecord:
@@ -69,7 +67,7 @@ def test_extents_written_by_several_processes_in_any_order_make_the_same_file(tm
         children = [start_child(partial(writer, start, stop)) for start, stop in pieces]
         assert [exit_code(child) for child in children] == [0] * len(pieces)
         extents = [pickle.loads((tmp_path / f"{path.name}.{start}").read_bytes()) for start, _ in pieces]
-        write_frame(path, framed, payload_crc32(extents))
+        write_frame(path, framed, split_crc32(extents)[path.name])
 
         assert path.read_bytes() == (tmp_path / "whole.pt").read_bytes()
         verify_file(path, FileRecord.of_tensor(framed, extents))
@@ -140,7 +138,7 @@ def test_a_vanished_directory_is_reported(tmp_path, write):
             "extent": lambda: write_extent(path, framed, 0, torch.zeros(10)),
             "frame": lambda: write_frame(path, framed, 0),
             "object": lambda: write_object(path, 1),
-            "manifest": lambda: write_manifest(path.parent, {}),
+            "manifest": lambda: write_manifest(path.parent, manifest()),
         }[write]()
 
 
@@ -156,7 +154,7 @@ def test_modes_follow_the_umask(tmp_path, umask):
     try:
         write_whole(tmp_path / "a.pt", torch.zeros(3))
         write_object(tmp_path / "b.pt", 1)
-        write_manifest(tmp_path, {})
+        write_manifest(tmp_path, manifest())
     finally:
         os.umask(previous)
     assert {os.stat(path).st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~umask}
@@ -255,31 +253,6 @@ def test_extents_with_a_gap_an_overlap_or_of_two_files_make_no_record(tmp_path):
             FileRecord.of_tensor(framed, wrong)
 
 
-def test_a_manifest_returns_what_it_was_given(tmp_path):
-    write_manifest(tmp_path, {"files": {"a": 1}})
-    assert read_manifest(tmp_path)["files"] == {"a": 1}
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (None, "cannot read"),
-        (b"", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b'{"format": "megads_ucp manifest", "format_ver', "not JSON"),
-        (b"[]", "written by something else"),
-        (b'{"files": []}', "written by something else"),
-        (b'{"format": "megads_ucp manifest", "format_version": 99}', "version 99.*install a newer"),
-    ],
-)
-def test_a_bad_manifest_is_named(tmp_path, content, complaint):
-    if content is not None:
-        (tmp_path / MANIFEST).write_bytes(content)
-    with pytest.raises(StorageError, match=rf"(?s){MANIFEST}.*") as caught:
-        read_manifest(tmp_path)
-    assert caught.match(complaint)
-
-
 # ---- reading
 
 
@@ -322,11 +295,10 @@ def test_only_the_bytes_asked_for_are_read(tmp_path):
     tensor = torch.randn(100, 100)
     write_whole(tmp_path / "a.pt", tensor)
     file = open_tensor(tmp_path / "a.pt")
-    reset_bytes_read()
-    out = file.read_runs([(5, 10), (15, 10), (9000, 3), (0, 2), (40, 0)], torch.empty(25))
-    flat = tensor.view(-1)
-    assert torch.equal(out, torch.cat([flat[5:25], flat[9000:9003], flat[:2]]))
-    assert bytes_read() == 100
+    with payload_counted() as asked:
+        for start, numel in ((5, 20), (9000, 3), (0, 2), (40, 0)):
+            assert torch.equal(file.read(start, numel, torch.empty(numel)), tensor.view(-1)[start : start + numel])
+    assert asked() == 100
 
 
 def test_reads_outside_the_tensor_or_into_the_wrong_place_are_refused(tmp_path):

@@ -15,17 +15,8 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megads_ucp.storage import (
-    BLOCK_BYTES,
-    crc32_combine,
-    crc32_of_blocks,
-    frame,
-    open_tensor,
-    write_extent,
-    write_file,
-    write_frame,
-)
-from megads_ucp.storage.checksum import blocks
+from megads_ucp.storage import frame, open_tensor, write_extent, write_file, write_frame
+from megads_ucp.storage.checksum import BLOCK_BYTES, blocks, crc32_combine, crc32_of_blocks
 
 DTYPES = (
     torch.float32,

@@ -20,16 +20,16 @@ from megads_ucp.storage import (
     FileRecord,
     Staging,
     frame,
-    fsync_tree,
-    leftovers,
+    read_latest,
     read_manifest,
-    rename_exchange,
     repair,
     verify_file,
     write_file,
-    write_latest,
     write_manifest,
 )
+from megads_ucp.storage.durable import fsync_tree, write_latest
+from megads_ucp.storage.staging import leftovers, rename_exchange
+from tests.storage.manifests import manifest
 from tests.support.children import run_child
 
 NAMES = ("a.weight", "b.bias")
@@ -38,19 +38,19 @@ NAMES = ("a.weight", "b.bias")
 def export(target: Path, run_id: str, value: float, latest: Path | None, exchange=None) -> None:
     """A whole export in which every element of every tensor is ``value``."""
     staging = Staging.create(target, run_id)
-    records = []
+    records = {}
     for name in NAMES:
         framed = frame((1000,), torch.float32, {"cat_dim": 0})
         path = staging.path(f"zero/{name}/fp32.pt")
         extent = write_file(path, framed, torch.full((1000,), value), root=staging.directory)
-        records.append(FileRecord.of_tensor(framed, [extent]).to_json())
-    write_manifest(staging.directory, {"run_id": run_id, "files": records})
+        records[extent.path] = FileRecord.of_tensor(framed, [extent])
+    write_manifest(staging.directory, manifest(run_id=run_id, files=records))
     staging.commit(latest, exchange=exchange)
 
 
 def value_of(target: Path) -> float:
     """The value of a complete export, checked file by file."""
-    records = [FileRecord.from_json(record) for record in read_manifest(target)["files"]]
+    records = list(read_manifest(target).files.values())
     for record in records:
         verify_file(target / record.path, record)
     (value,) = {torch.load(target / record.path)["param"].unique().item() for record in records}
@@ -87,6 +87,15 @@ def test_latest_is_left_alone_if_it_is_not_given(tmp_path):
     assert entries(tmp_path) == ["x_universal"]
 
 
+def test_latest_is_read_as_it_was_written(tmp_path):
+    latest = tmp_path / "latest_universal"
+    assert read_latest(latest) is None
+    write_latest(latest, "eval/a b_universal")
+    assert read_latest(latest) == "eval/a b_universal"
+    latest.write_text("step1_universal\n")  # as an editor leaves it
+    assert read_latest(latest) == "step1_universal"
+
+
 @pytest.mark.parametrize("exchange", [None, lambda a, b: False], ids=["exchange", "two renames"])
 def test_a_later_export_replaces_an_older_one_of_the_same_name(tmp_path, exchange):
     target, latest = tmp_path / "x_universal", tmp_path / "latest_universal"
@@ -118,16 +127,16 @@ def test_directories_and_latest_follow_the_umask(tmp_path, umask):
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask
 
 
-def test_other_ranks_open_what_one_rank_created(tmp_path):
+def test_other_ranks_join_what_one_rank_created(tmp_path):
     created = Staging.create(tmp_path / "x_universal", "r1")
-    assert Staging.open(tmp_path / "x_universal", "r1") == created
+    assert Staging.join(tmp_path / "x_universal", "r1") == created
 
 
 def test_a_rank_that_does_not_see_save_dir_says_so(tmp_path):
     Staging.create(tmp_path / "node0" / "x_universal", "r1")
     for target, run_id in ((tmp_path / "node1" / "x_universal", "r1"), (tmp_path / "node0" / "x_universal", "r2")):
         with pytest.raises(StorageError, match=r"does not see .*x_universal.*all ranks share"):
-            Staging.open(target, run_id, patience_s=0.05)
+            Staging.join(target, run_id, patience_s=0.05)
 
 
 def test_discard_leaves_nothing_and_may_be_called_twice(tmp_path):
@@ -167,11 +176,9 @@ def test_exchange_swaps_two_directories(tmp_path):
         rename_exchange(tmp_path / "a", tmp_path / "missing")
 
 
-def test_ranks_can_share_the_fsync_of_a_tree(tmp_path):
-    for name in "abcde":
-        (tmp_path / "zero" / name).mkdir(parents=True)
-    for shard in range(3):
-        fsync_tree(tmp_path, shard, 3)
+def test_a_tree_that_is_gone_is_reported(tmp_path):
+    (tmp_path / "zero" / "a").mkdir(parents=True)
+    fsync_tree(tmp_path)
     with pytest.raises(StorageError, match="missing"):
         fsync_tree(tmp_path / "missing")
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import megads_ucp
-from megads_ucp.storage import MANIFEST, FileRecord, read_manifest, verify_file
+from megads_ucp.storage import MANIFEST, read_manifest, verify_file
 
 _FILE_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
@@ -104,7 +104,7 @@ def hide(directory: Path) -> None:
 
 def assert_complete(universal: Path) -> None:
     """A universal checkpoint holds just the files of its manifest, undamaged, and torch loads them."""
-    records = [FileRecord.from_json(record) for record in read_manifest(universal)["files"]]
+    records = read_manifest(universal).files.values()
     for record in records:
         verify_file(universal / record.path, record)
         torch.load(universal / record.path, weights_only=False)

@@ -32,7 +32,7 @@ def main(checkout: Path, folder: Path) -> None:
     os.dup2(2, 1)  # Megatron prints a lot
     sys.path.insert(0, str(checkout))
     stand_in_for_missing_modules()
-    launcher.join_megatron()
+    launcher.add_flags_to_megatron()
     import megatron.training  # noqa: F401
 
     patch_megatron()
