@@ -11,7 +11,7 @@ from typing import Any
 CONFIG_SECTION = "universal_checkpoint_export"
 
 CHOICES = {"read_together": ("auto", "always", "never"), "on_drift": ("error", "warn")}
-"""What those settings may be that are words."""
+"""The values that settings of type str may have."""
 
 
 @dataclass(frozen=True)

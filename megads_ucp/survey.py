@@ -2,7 +2,7 @@
 """What all ranks together hold: every rank describes itself once, and every rank gets the same picture.
 
 Data-parallel replicas describe themselves identically, so only one rank of each (stage, tensor-parallel rank) sends its
-description; the others send a digest of theirs. A survey is used again as long as no digest changes.
+description; the others send a digest. A survey is used again as long as no digest changes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class RankDescription:
         buffers: names of those that are buffers.
         claims: what the layers say about their parameters' layouts, by source.
         info: the client's ``universal_checkpoint_info``, if there is one.
-        vocabulary: names whose rows, the layers say, are a vocabulary that may be padded.
-        tied: names of the parameters of which other stages have copies that are kept equal.
-        warnings: what the layers could not say, and why. In the words of foreign exceptions, which may hold anything
+        vocabulary: names of parameters that layers call a vocabulary, which may be padded.
+        tied: names of the parameters that other stages have copies of, which DeepSpeed keeps equal.
+        warnings: what the layers could not say, and why. Quotes foreign exceptions, which may hold anything
             (an address, say), and so without weight when two descriptions are compared.
     """
 
@@ -75,8 +75,8 @@ class RankDescription:
     def digest(self) -> int:
         """62 bits that equal descriptions share, on whichever rank, and different ones almost surely do not."""
         maps = [rule.affine for claim in self.claims for rule in claim.rules.values()]  # no part of a rule's repr
-        told = repr((replace(self, info=None), maps, _canonical(self.info)))
-        return int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "big") >> 2
+        content = repr((replace(self, info=None), maps, _canonical(self.info)))
+        return int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") >> 2
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Survey:
     def subjects(self) -> tuple[Subject, ...]:
         """Every parameter that is exported, in an order all ranks share; of tied stages, the first one's.
 
-        The other stages' copies are ``elsewhere`` where DeepSpeed ties them. What else a tied module holds, each stage
+        The other stages' copies are ``tied_holdings`` where DeepSpeed ties them. What else a tied module holds, each stage
         trains on its own or not at all.
         """
         found: dict[str, tuple[int, Subject]] = {}
@@ -111,7 +111,7 @@ class Survey:
                         "of them only. Give different parameters different names, and freeze both of a tie or neither."
                     )
                 if stage != first and name in peers[0].tied:
-                    found[name] = first, replace(tied, elsewhere=(*tied.elsewhere, subject.holdings))
+                    found[name] = first, replace(tied, tied_holdings=(*tied.tied_holdings, subject.holdings))
         return tuple(subject for _, subject in found.values())
 
     def _stages(self) -> list[int]:
@@ -129,11 +129,11 @@ def build_survey(descriptions: tuple[RankDescription, ...]) -> Survey:
         for stage in sorted({description.coordinates.stage for description in descriptions})
     ]
     shapes = [_shapes_of_stage(peers) for peers in stages]
-    patterns = [_pattern_rules(peers, theirs) for peers, theirs in zip(stages, shapes, strict=True)]
+    patterns = [_pattern_rules(peers, shards) for peers, shards in zip(stages, shapes, strict=True)]
     # A pattern for the embedding matches nothing on the last stage: only what no stage knows is unused.
-    unused = frozenset.intersection(*(theirs.unused for theirs in patterns))
+    unused = frozenset.intersection(*(rules.unused for rules in patterns))
     layouts, warnings = [], [warning for peers in stages for peer in peers for warning in peer.warnings]
-    for peers, theirs, named in zip(stages, shapes, patterns, strict=True):
+    for peers, shards, named in zip(stages, shapes, patterns, strict=True):
         buffers = {name: Rule("replicated", "buffers are not cut") for name in peers[0].buffers}
         claims = [
             *peers[0].claims,
@@ -141,14 +141,14 @@ def build_survey(descriptions: tuple[RankDescription, ...]) -> Survey:
             Claim(DEFAULT, Trust.DEFAULT, {**named.defaults, **buffers}),
         ]
         resolution = resolve(
-            list(theirs),
-            theirs,
+            list(shards),
+            shards,
             claims,
             tp_degree=peers[0].coordinates.tp_degree,
             vocabulary={**_padded_vocabularies(peers), **named.vocabulary},
             unused_patterns=unused,
         )
-        layouts.append({name: build_layout(name, rule, theirs[name]) for name, rule in resolution.rules.items()})
+        layouts.append({name: build_layout(name, rule, shards[name]) for name, rule in resolution.rules.items()})
         warnings.extend(resolution.warnings)
     return Survey(descriptions, tuple(layouts), tuple(dict.fromkeys(warnings)))
 
@@ -167,11 +167,11 @@ def _shapes_of_stage(peers: list[RankDescription]) -> dict[str, tuple[tuple[int,
         if absent := [rank for rank, shapes in enumerate(by_rank) if name not in shapes]:
             raise LayoutError(f"parameter {name} is missing on tensor-parallel ranks {absent}; others have it.")
     for peer in peers[1:]:
-        for mine, theirs in zip(peers[0].claims, peer.claims, strict=True):
-            if differing := [name for name in mine.rules if mine.rules[name] != theirs.rules.get(name)]:
+        for claim, other in zip(peers[0].claims, peer.claims, strict=True):
+            if differing := [name for name in claim.rules if claim.rules[name] != other.rules.get(name)]:
                 raise LayoutError(
                     f"tensor-parallel ranks 0 and {peer.coordinates.tp_rank} disagree on the layout of "
-                    f"{differing[0]} (source: {mine.source})."
+                    f"{differing[0]} (source: {claim.source})."
                 )
     return {name: tuple(shapes[name] for shapes in by_rank) for name in names}
 
@@ -197,12 +197,12 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
     deepspeed/runtime/utils.py), so what a parameter's states are is asked of those ranks that hold something of it.
     """
     groups, alike = [_group_of_each(peer) for peer in peers], _round_alike(peers)
-    for name in dict.fromkeys(name for theirs in groups for name in theirs):
+    for name in dict.fromkeys(name for group_of in groups for name in group_of):
         layout = layouts[name]
-        trained = [(peer, theirs[name]) for peer, theirs in zip(peers, groups, strict=True) if name in theirs]
+        trained = [(peer, group_of[name]) for peer, group_of in zip(peers, groups, strict=True) if name in group_of]
         first, index = trained[0]
-        for peer, theirs in zip(peers, groups, strict=True):
-            if name not in theirs and _shard_numel(layout, peer):
+        for peer, group_of in zip(peers, groups, strict=True):
+            if name not in group_of and _shard_numel(layout, peer):
                 raise LayoutError(
                     f"parameter {name} is trained on tensor-parallel rank {first.coordinates.tp_rank} but not on rank "
                     f"{peer.coordinates.tp_rank}. Freeze it on all of them or on none."
@@ -222,7 +222,7 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
         yield name, Subject(layout, specs, holdings, rounds_alike=alike)
     spec = (StateSpec(MASTER, torch.float32, torch.float32),)
     for name, _ in peers[0].unowned:
-        if any(name in theirs for theirs in groups):
+        if any(name in group_of for group_of in groups):
             continue  # rank 0's shard of it is empty
         whole = tuple(
             Holding(peer.groups[0].ranks[0], peer.coordinates.tp_rank, UNOWNED, Fragment(name, numel, 0, 0))
@@ -254,17 +254,17 @@ def _group_of_each(peer: RankDescription) -> dict[str, int]:
 def _check_same_states(name: str, first: tuple[RankDescription, int], other: tuple[RankDescription, int]) -> None:
     """Check that two tensor-parallel ranks, each with its group of the parameter, keep the same states of it."""
     (one, here), (two, there) = first, other
-    mine, theirs = dict(one.groups[here].states), dict(two.groups[there].states)
-    if mine != theirs:
+    first_states, other_states = dict(one.groups[here].states), dict(two.groups[there].states)
+    if first_states != other_states:
         raise PlanError(
-            f"parameter {name} has optimizer states {mine} on tensor-parallel rank {one.coordinates.tp_rank} and "
-            f"{theirs} on rank {two.coordinates.tp_rank}. Use the same optimizer, and take the same steps, on all of "
-            "them."
+            f"parameter {name} has optimizer states {first_states} on tensor-parallel rank "
+            f"{one.coordinates.tp_rank} and {other_states} on rank {two.coordinates.tp_rank}. Use the same optimizer, "
+            "and take the same steps, on all of them."
         )
 
 
 def _canonical(value: Any) -> Any:
-    """The client's own data in a form whose repr is the same on every rank: no addresses, no order of hashes."""
+    """The client's own data in a form with the same repr on every rank: no addresses, no order of hashes."""
     if isinstance(value, Mapping):
         return sorted((repr(key), _canonical(item)) for key, item in value.items())
     if isinstance(value, set | frozenset):

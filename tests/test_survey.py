@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.affine import replicated_map
 
-from megads_ucp.engine.context import Surveyor
+from megads_ucp.config import ExportConfig
+from megads_ucp.engine.context import EngineContext
 from megads_ucp.errors import Disagreement, LayoutError, PlanError
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.save import make_plan
@@ -129,9 +130,9 @@ def test_of_a_tied_parameter_the_first_stage_is_exported_and_the_others_hold_cop
     assert list(subjects) == ["tied", "spare", "column", "norm", "head"]
     assert {holding.rank for holding in subjects["tied"].holdings} <= {0, 1, 2, 3}
     assert {holding.rank for holding in subjects["head"].holdings} <= {8, 9, 10, 11}
-    middle, last = subjects["tied"].elsewhere
+    middle, last = subjects["tied"].tied_holdings
     assert {holding.rank for holding in middle} <= {4, 5, 6, 7} and {holding.rank for holding in last} <= {8, 9, 10, 11}
-    assert [name for name, subject in subjects.items() if subject.elsewhere] == ["tied"]
+    assert [name for name, subject in subjects.items() if subject.tied_holdings] == ["tied"]
 
 
 def test_different_parameters_of_one_name_on_two_stages_are_an_error():
@@ -239,13 +240,17 @@ def test_whatever_a_plan_depends_on_changes_the_digest():
 # ---- on real ranks ----
 
 
+def a_context() -> EngineContext:
+    return EngineContext("these ranks describe themselves without an engine", ExportConfig(timeout_minutes=1.0))
+
+
 def test_ranks_share_one_survey_and_renew_it_when_one_of_them_has_changed():
     def body() -> tuple[list[str], bool, list[str]]:
-        surveyor, rank = Surveyor(1.0), dist.get_rank()
-        surveyor.connect()
+        context, rank = a_context(), dist.get_rank()
+        context.connect()
 
         def survey(**options: Any):
-            return surveyor.survey(description(rank % 2, **options), first_of_replicas=rank < 2)
+            return context.survey(description(rank % 2, **options), first_of_replicas=rank < 2)
 
         first, again = survey(), survey()
         renewed = survey(states=STATES[:1])
@@ -257,11 +262,11 @@ def test_ranks_share_one_survey_and_renew_it_when_one_of_them_has_changed():
 
 def test_data_parallel_replicas_that_disagree_are_named_on_all_ranks():
     def body() -> str:
-        surveyor, rank = Surveyor(1.0), dist.get_rank()
-        channel = surveyor.connect()
+        context, rank = a_context(), dist.get_rank()
+        channel = context.connect()
         shapes = {**SHAPES, "norm": (7,)} if rank == 3 else SHAPES
         with pytest.raises(PlanError) as failure:
-            surveyor.survey(description(rank % 2, groups=(shapes,)), first_of_replicas=rank < 2)
+            context.survey(description(rank % 2, groups=(shapes,)), first_of_replicas=rank < 2)
         channel.agree(None, "what comes next")
         return str(failure.value)
 
@@ -272,7 +277,7 @@ def test_data_parallel_replicas_that_disagree_are_named_on_all_ranks():
 
 def test_a_failure_to_describe_reaches_all_ranks():
     def body() -> str:
-        channel = Surveyor(1.0).connect()
+        channel = a_context().connect()
         with pytest.raises(Disagreement) as failure, channel.agreed("describing the model"):
             if channel.rank == 1:
                 raise LayoutError("norm: its layer says two things")

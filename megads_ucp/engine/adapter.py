@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a DeepSpeed engine is read: its optimizer's own bookkeeping as a :class:`megads_ucp.live.LiveState`."""
+"""How a DeepSpeed engine is read: its optimizer's own bookkeeping as a :class:`megads_ucp.live.EngineState`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from deepspeed.utils.bwc import (
 )
 
 from megads_ucp.engine.bookkeeping import Bookkeeping, bookkeeping
-from megads_ucp.engine.state import NO_VALUES, Coordinates, LiveGroup, LiveState
+from megads_ucp.engine.state import NO_VALUES, Coordinates, EngineState, StateGroup
 from megads_ucp.layout.partition import FlatGroup, Member
 
 
@@ -76,11 +76,11 @@ def _coordinates(engine: DeepSpeedEngine) -> Coordinates:
     )
 
 
-def live_state(engine: DeepSpeedEngine) -> LiveState:
+def engine_state(engine: DeepSpeedEngine) -> EngineState:
     optimizer = engine.optimizer
     books = bookkeeping(optimizer)
-    groups = tuple(_live_group(optimizer, books, index) for index in range(len(books.members)))
-    return LiveState(
+    groups = tuple(_state_group(optimizer, books, index) for index in range(len(books.members)))
+    return EngineState(
         coordinates=_coordinates(engine),
         groups=groups,
         unowned=functools.partial(_unowned, engine.module, {m.name for g in groups for m in g.flat.members}),
@@ -94,13 +94,13 @@ def live_state(engine: DeepSpeedEngine) -> LiveState:
     )
 
 
-def _live_group(optimizer: Any, books: Bookkeeping, index: int) -> LiveGroup:
+def _state_group(optimizer: Any, books: Bookkeeping, index: int) -> StateGroup:
     placed = [(optimizer.param_names[parameter], shape, offset) for parameter, shape, offset in books.members[index]]
     process_group = optimizer.real_dp_process_group[index]
     ranks = tuple(ds_comm.get_all_ranks_from_group(process_group))
     members = tuple(Member(name, torch.Size(shape).numel(), offset) for name, shape, offset in placed)
     masters = books.masters
-    return LiveGroup(
+    return StateGroup(
         flat=FlatGroup(members, books.flat[index].numel(), len(ranks)),
         shapes={name: shape for name, shape, _ in placed},
         ranks=ranks,

@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import link_hp_params
+
+from megads_ucp.engine.patches import Patches
+from megads_ucp.engine.state import StateGroup
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Bookkeeping:
 
 
 def bookkeeping(optimizer: Any) -> Bookkeeping:
+    """Of a ``BF16_Optimizer`` or ``DeepSpeedZeroOptimizer``."""
     if isinstance(optimizer, BF16_Optimizer):
         members = []
         for group in optimizer.bf16_groups:
@@ -50,7 +57,28 @@ def bookkeeping(optimizer: Any) -> Bookkeeping:
     )
 
 
-def link_in_flat_order(optimizer_ref: weakref.ref[Any]) -> None:
+def mend(optimizer: Any, groups: Sequence[StateGroup], patches: Patches) -> None:
+    """Make what the optimizer itself knows about its partition true; it goes into the regular checkpoint as well.
+
+    ``BF16_Optimizer`` books the whole alignment tail on the last rank, even where it is longer than a partition.
+    ``DeepSpeedZeroOptimizer`` lays parameters out in round-robin order but links them to their master fragments in
+    the original order (``_link_all_hp_params`` passes offsets only where it pads between parameters).
+
+    Args:
+        optimizer: partitioned.
+        groups: its groups.
+        patches: takes the changes.
+    """
+    true_paddings = [group.flat.group_padding(group.shard_rank) for group in groups]
+    patches.set(optimizer, bookkeeping(optimizer).paddings, true_paddings)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.round_robin_gradients:
+        patches.at_undo(optimizer, DeepSpeedZeroOptimizer._link_all_hp_params)
+        patches.bind(optimizer, "_link_all_hp_params", functools.partial(_link_in_flat_order, weakref.ref(optimizer)))
+        optimizer._link_all_hp_params()
+        patches.set(optimizer, "_param_slice_mappings", optimizer._create_param_mapping())
+
+
+def _link_in_flat_order(optimizer_ref: weakref.ref[Any]) -> None:
     """``DeepSpeedZeroOptimizer._link_all_hp_params``, always with the true offsets."""
     optimizer = optimizer_ref()
     assert optimizer is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package keeps for one engine from one export or resume to the next."""
+"""What the package keeps for one engine, from one export or resume to the next: its channel and its latest survey."""
 
 from __future__ import annotations
 
@@ -7,49 +7,43 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megads_ucp.comm.channel import Channel
-from megads_ucp.engine.state import LiveState
-from megads_ucp.errors import PlanError
-from megads_ucp.sources.layers import LayerWords, ask_layers
-from megads_ucp.survey import (
-    GroupDescription,
-    RankDescription,
-    Survey,
-    build_survey,
-)
+from megads_ucp.config import ExportConfig
+from megads_ucp.engine.state import EngineState
+from megads_ucp.errors import PlanError, UnsupportedError
+from megads_ucp.sources.layers import LayerClaims, ask_layers
+from megads_ucp.survey import GroupDescription, RankDescription, Survey, build_survey
 
 
-class Surveyor:
-    """Keeps an engine's channel and its latest survey; renews the survey when some rank's description has changed."""
+class EngineContext:
+    """One engine's state, configuration, channel and survey; exports and resumes of the engine share it.
 
-    def __init__(self, timeout_minutes: float) -> None:
-        self._timeout_minutes = timeout_minutes
+    Attributes:
+        state: how the engine is read and filled.
+        config: how it exports and resumes.
+    """
+
+    def __init__(self, state: EngineState | str, config: ExportConfig) -> None:
+        """
+        Args:
+            state: of the engine, or why it cannot be exported and what to do.
+            config: of the engine.
+        """
+        self._state = state
+        self.config = config
         self._channel: Channel | None = None
+        self._layers: LayerClaims | None = None
         self._seen: list[list[int]] = []
         self._survey: Survey | None = None
-        self._words: LayerWords | None = None
 
-    def describe(
-        self, live: LiveState, info: Mapping[str, Any] | None, exclude: Collection[str] = ()
-    ) -> RankDescription:
-        """This rank's description; the layers are asked once, since what they say of their shapes does not change.
-
-        Raises:
-            LayoutError: as :func:`ask_layers`.
+    @property
+    def state(self) -> EngineState:
         """
-        self._words = self._words or ask_layers(live)
-        return describe(live, self._words, info, exclude)
-
-    def connect(self) -> Channel:
-        """The channel for one export or resume: the last one's, unless some rank has hung up on it. Collective."""
-        if self._channel is None or self._channel.abandoned():
-            self._channel = Channel(self._timeout_minutes)
-            self._seen, self._survey = [], None  # only some ranks may have got the last one
-        return self._channel
-
-    def give_up(self, reason: BaseException) -> None:
-        """Have all ranks that wait for this one fail now."""
-        if self._channel is not None:
-            self._channel.hang_up(reason)
+        Raises:
+            UnsupportedError: the engine cannot be exported.
+        """
+        if isinstance(self._state, str):
+            raise UnsupportedError(self._state)
+        return self._state
 
     @property
     def channel(self) -> Channel:
@@ -57,8 +51,59 @@ class Surveyor:
         assert self._channel is not None, "connect() comes first"
         return self._channel
 
+    def connect(self) -> Channel:
+        """The channel for one export or resume: the last one's, unless some rank has aborted it. Collective."""
+        if self._channel is None or self._channel.aborted():
+            self._channel = Channel(self.config.timeout_minutes)
+            self._seen, self._survey = [], None  # only some ranks may have got the last one
+        return self._channel
+
+    def give_up(self, reason: BaseException) -> None:
+        """Have all ranks that wait for this one fail now."""
+        if self._channel is not None:
+            self._channel.abort(reason)
+
+    def describe(self, info: Mapping[str, Any] | None, exclude: Collection[str] = ()) -> RankDescription:
+        """This rank's description. The layers are asked once, since what they say of their shapes does not change.
+
+        Args:
+            info: the client's ``universal_checkpoint_info``, if there is one.
+            exclude: names of tensors, not owned by the optimizer, to leave out.
+
+        Raises:
+            LayoutError: a layer says something that its own tensors contradict.
+        """
+        state = self.state
+        if self._layers is None:
+            self._layers = ask_layers(state.module, state.parameters, state.coordinates.tp_degree)
+        groups = tuple(
+            GroupDescription(
+                flat=group.flat,
+                shapes=tuple(group.shapes[member.name] for member in group.flat.members),
+                ranks=group.ranks,
+                states=tuple((name, value.dtype) for name, value in group.sharded_states().items()),
+            )
+            for group in state.groups
+        )
+        unowned = tuple((name, tuple(value.shape)) for name, value in state.unowned().items() if name not in exclude)
+        return RankDescription(
+            coordinates=state.coordinates,
+            groups=groups,
+            unowned=unowned,
+            buffers=tuple(name for name, _ in unowned if name not in state.parameters),
+            claims=self._layers.claims,
+            info=info,
+            vocabulary=self._layers.vocabulary,
+            tied=tuple(sorted(state.tied)),
+            warnings=self._layers.warnings,
+        )
+
     def survey(self, description: RankDescription, first_of_replicas: bool) -> Survey:
         """The survey of all ranks, the same object as long as nothing has changed. Collective.
+
+        Args:
+            description: this rank's.
+            first_of_replicas: whether this rank describes its (stage, TP rank) to the others.
 
         Raises:
             PlanError: two data-parallel replicas describe themselves differently.
@@ -67,11 +112,11 @@ class Surveyor:
         place = description.coordinates
         seen = self.channel.all_gather_ints([place.stage, place.tp_rank, int(first_of_replicas), description.digest()])
         if self._survey is None or seen != self._seen:
-            self._survey = self._renew(description, seen)
+            self._survey = self._renewed(description, seen)
             self._seen = seen
         return self._survey
 
-    def _renew(self, description: RankDescription, seen: list[list[int]]) -> Survey:
+    def _renewed(self, description: RankDescription, seen: list[list[int]]) -> Survey:
         first = {(stage, tp): rank for rank, (stage, tp, is_first, _) in reversed(list(enumerate(seen))) if is_first}
         for rank, (stage, tp, _, digest) in enumerate(seen):
             speaker = first[stage, tp]
@@ -81,33 +126,4 @@ class Surveyor:
                     f"or optimizer states differently from rank {speaker}, its data-parallel replica. Build the same "
                     "model and the same parameter groups on all of them."
                 )
-        descriptions = tuple(self.channel.broadcast(description, first[place]) for place in sorted(first))
-        return build_survey(descriptions)
-
-
-def describe(
-    live: LiveState, words: LayerWords, info: Mapping[str, Any] | None, exclude: Collection[str] = ()
-) -> RankDescription:
-    """This rank's description, without the unowned tensors named in ``exclude``."""
-    groups = tuple(
-        GroupDescription(
-            flat=group.flat,
-            shapes=tuple(group.shapes[member.name] for member in group.flat.members),
-            ranks=group.ranks,
-            states=tuple((name, value.dtype) for name, value in group.sharded_states().items()),
-        )
-        for group in live.groups
-    )
-    unowned = tuple((name, tuple(value.shape)) for name, value in live.unowned().items() if name not in exclude)
-    buffers = tuple(name for name, _ in unowned if name not in live.parameters)
-    return RankDescription(
-        live.coordinates,
-        groups,
-        unowned,
-        buffers,
-        words.claims,
-        info,
-        words.vocabulary,
-        tuple(sorted(live.tied)),
-        words.warnings,
-    )
+        return build_survey(tuple(self.channel.broadcast(description, first[place]) for place in sorted(first)))

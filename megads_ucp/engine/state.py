@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What export and restore see of a running engine: plain data and a few callables, no DeepSpeed objects.
+"""What an export and a resume see of a running engine: plain data and a few callables, no objects of DeepSpeed's.
 
-hooks.py fills these in; every DeepSpeed attribute is named there and nowhere else.
+:mod:`megads_ucp.engine.adapter` makes these.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
-class LiveGroup:
+class StateGroup:
     """One flat parameter group of the optimizer on this rank.
 
     Attributes:
-        flat: the group's flat buffer: which element of which parameter lies where.
+        flat: the group's flat buffer.
         shapes: each member's TP-local shape.
         ranks: global rank of every shard rank of the group's own process group, in shard order.
         shard_rank: this rank's place in ``ranks``.
@@ -44,7 +44,7 @@ class LiveGroup:
         state: returns the base optimizer's live state of that partition.
         hyperparameters: returns the group's entry of ``param_groups`` without ``NO_VALUES``.
         set_hyperparameters: updates that entry.
-        whole_states: names of states that the optimizer keeps of all of every parameter of which it holds a part.
+        whole_states: names of states that the optimizer keeps for whole parameters, even where it holds a part only.
         own_step: a saved step as this optimizer keeps one; another one may have saved it.
     """
 
@@ -64,7 +64,7 @@ class LiveGroup:
         return self.flat.partition(self.shard_rank)
 
     def placement(self, state: str) -> Partition:
-        """Which elements of which parameter lie where in the optimizer's tensor of a state, on this rank."""
+        """Where parameters lie in the optimizer's tensor of a state on this rank."""
         if state not in self.whole_states:
             return self.partition
         numels = {member.name: member.numel for member in self.flat.members}
@@ -98,7 +98,7 @@ class LiveGroup:
 
 
 @dataclass(frozen=True)
-class LiveState:
+class EngineState:
     """Everything of an engine that an export writes or a restore fills.
 
     Attributes:
@@ -107,7 +107,7 @@ class LiveState:
         unowned: frozen parameters and persistent buffers, which no optimizer owns, by state-dict name.
         parameters: the module's parameters by the names DeepSpeed knows them by, aliases of tied ones included.
         module: the model.
-        tied: names of the parameters of which other pipeline stages have copies that are kept equal.
+        tied: names of the parameters that other pipeline stages have copies of, which DeepSpeed keeps equal.
         common_optimizer_state: returns what zero/optimizer_state.pt holds.
         model_state: returns what this rank's mp_rank file holds without ``module``, given the client state and whether
             frozen parameters are excluded.
@@ -116,7 +116,7 @@ class LiveState:
     """
 
     coordinates: Coordinates
-    groups: tuple[LiveGroup, ...]
+    groups: tuple[StateGroup, ...]
     unowned: Callable[[], dict[str, torch.Tensor]]
     parameters: Mapping[str, torch.nn.Parameter]
     module: torch.nn.Module
@@ -128,9 +128,13 @@ class LiveState:
 
     def client_info(self) -> Mapping[str, Any] | None:
         """The model's own ``universal_checkpoint_info``: a dict (AutoTP) or a method (Megatron-DeepSpeed)."""
-        info = getattr(self.module, UNIVERSAL_CHECKPOINT_INFO, None)
-        told: Mapping[str, Any] | None = info() if callable(info) else info
-        return told
+        info: Any = getattr(self.module, UNIVERSAL_CHECKPOINT_INFO, None)
+        return info() if callable(info) else info
+
+    @property
+    def first_of_replicas(self) -> bool:
+        """Whether this rank stands for its data-parallel replicas in what they all hold alike."""
+        return self.groups[0].shard_rank == 0
 
     def frozen(self) -> list[str]:
         """Names of the parameters that are not trained."""

@@ -38,7 +38,7 @@ def on_several_hosts(survey: Survey, hosts: Sequence[int]) -> bool:
         for index, group in enumerate(description.groups):
             for shard_rank, rank in enumerate(group.ranks):
                 peers[description.coordinates.stage, index, shard_rank].add(hosts[rank])
-    return any(len(theirs) > 1 for theirs in peers.values())
+    return any(len(on_hosts) > 1 for on_hosts in peers.values())
 
 
 def plan_together(survey: Survey, checkpoint: Checkpoint, optimizer_states: bool, bucket_bytes: int) -> Plan | None:
@@ -67,8 +67,8 @@ def read_together(plan: Plan | None) -> set[tuple[str, str]]:
 def _subjects(survey: Survey, checkpoint: Checkpoint, optimizer_states: bool) -> Iterator[Subject]:
     """The target's parameters that are worth it, each with the states that the checkpoint has of it.
 
-    Not those of several pipeline stages, of which a survey lists the first stage's holders only; nor vocabularies,
-    which files may hold cut to other sizes; nor projections of an attention, whose rows may lie there in another order.
+    Left out are those of several pipeline stages, since a survey lists the first stage's holders only; vocabularies,
+    which files may hold cut to other sizes; and projections of an attention, which files may hold in another order.
     """
     stages = Counter(name for layouts in survey.layouts for name in layouts)
     for subject in survey.subjects():

@@ -121,12 +121,12 @@ def fitting_layout(layout: Layout, file: File) -> Layout:
 
 
 def _in_order_of(layout: Layout, file: File) -> Layout:
-    """The layout of a query-key-value projection whose rows lie in the file in another order than in this model."""
-    mine, theirs = layout.rule.attention, file.attention
-    if mine is None or theirs is None or theirs == mine:
+    """The layout of a query-key-value projection with its rows as the file orders them."""
+    target, saved = layout.rule.attention, file.attention
+    if target is None or saved is None or saved == target:
         return layout
     try:
-        affine = reordering_map(mine, theirs, file.tensor.shape, layout.tp_degree)
+        affine = reordering_map(target, saved, file.tensor.shape, layout.tp_degree)
     except LayoutError as error:
         raise LayoutError(f"{file.tensor.path}: {error} Load it into the same model.") from error
     rule = Rule("affine", f"{layout.rule.source}, from the order of {file.tensor.path}", affine=affine.to_dict())

@@ -1,25 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a resume gives the optimizer: hyperparameters, states, steps."""
+"""What a resume gives a parameter group beside the values of its fragments: hyperparameters, state names, step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import (
-    PARAM_GROUPS,
-)
+from deepspeed.checkpoint.constants import PARAM_GROUPS
 
-from megads_ucp.engine.state import NO_VALUES, LiveGroup
+from megads_ucp.engine.state import NO_VALUES, StateGroup
 from megads_ucp.errors import StorageError
 from megads_ucp.load.checkpoint import Checkpoint
 from megads_ucp.load.groups import match_groups, revived
 from megads_ucp.storage.format import MASTER, STEP
 
 
-def hyperparameters_of(
-    groups: Sequence[LiveGroup], common: Mapping[str, Any], checkpoint: Checkpoint
+@dataclass(frozen=True)
+class GroupState:
+    """What a checkpoint has for one of this run's parameter groups.
+
+    Attributes:
+        hyperparameters: empty where the checkpoint has none for the group.
+        states: names of its parameters' states, without the master weights and the step.
+        step: as saved, None if the optimizer that saved kept none.
+    """
+
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    states: tuple[str, ...] = ()
+    step: Any = None
+
+
+def saved_groups_of(
+    groups: Sequence[StateGroup], common: Mapping[str, Any], checkpoint: Checkpoint, strict: bool
+) -> tuple[GroupState, ...]:
+    """What the checkpoint has for each group.
+
+    Args:
+        groups: of this run.
+        common: content of zero/optimizer_state.pt.
+        checkpoint: the same.
+        strict: whether every parameter must be in it.
+
+    Raises:
+        StorageError: a group has not the members that it was saved with, or was not trained.
+    """
+    hyperparameters = _hyperparameters(groups, common, checkpoint)
+    states = [_states(group, checkpoint, strict) for group in groups]
+    return tuple(GroupState(values, names, step) for values, (names, step) in zip(hyperparameters, states, strict=True))
+
+
+def _hyperparameters(
+    groups: Sequence[StateGroup], common: Mapping[str, Any], checkpoint: Checkpoint
 ) -> list[dict[str, Any]]:
     """What each group was saved with: by its members' names or, where the checkpoint does not say them, by position.
 
@@ -59,7 +92,7 @@ def hyperparameters_of(
     ]
 
 
-def saved_states(group: LiveGroup, checkpoint: Checkpoint, strict: bool) -> tuple[list[str], Any]:
+def _states(group: StateGroup, checkpoint: Checkpoint, strict: bool) -> tuple[tuple[str, ...], Any]:
     """Names of the states that the checkpoint has for the group's parameters, and their step.
 
     All of a group have the same. One that has none was not trained; if all have none, no step had been taken.
@@ -68,20 +101,21 @@ def saved_states(group: LiveGroup, checkpoint: Checkpoint, strict: bool) -> tupl
         if strict or checkpoint.has(member.name):
             saved = checkpoint.states(member.name)
             if saved != [MASTER]:
-                return [name for name in saved if name not in (MASTER, STEP)], checkpoint.step(member.name)
-    return [], None
+                return tuple(name for name in saved if name not in (MASTER, STEP)), checkpoint.step(member.name)
+    return (), None
 
 
-def state_getter(group: LiveGroup, state: str) -> Any:
+def state_getter(group: StateGroup, state: str) -> Callable[[], torch.Tensor]:
+    """Returns the group's live tensor of a state, once it is there."""
     return lambda: group.state()[state]
 
 
-def make_states(group: LiveGroup, names: list[str], step: Any) -> None:
+def make_states(group: StateGroup, saved: GroupState) -> None:
     """Give the base optimizer the states it will find after its first step; padding is zero in them."""
-    state, master = group.state(), group.master()
-    if not names and step is None:
+    state, master, step = group.state(), group.master(), saved.step
+    if not saved.states and step is None:
         state.clear()  # saved before its first step, at which the optimizer makes states itself
-    for name in names:
+    for name in saved.states:
         numel = group.placement(name).numel
         if not isinstance(state.get(name), torch.Tensor) or state[name].numel() != numel:
             state[name] = torch.zeros(numel, dtype=master.dtype, device=master.device)

@@ -11,6 +11,7 @@ different bits, and zeros of different sign, are no drift. (The sign of a NaN de
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -20,15 +21,35 @@ import torch
 
 from megads_ucp.comm.channel import Channel
 from megads_ucp.comm.exchange import Exchange
-from megads_ucp.layout.boxes import Box, Ints
-from megads_ucp.layout.layout import index_of
-from megads_ucp.plan.replicas import BLOCK, Lot, Place, holder_of, inspection, lots_of, shares_of
+from megads_ucp.errors import DriftError
+from megads_ucp.layout.boxes import Box, Ints, index_of
+from megads_ucp.plan.replicas import (
+    BLOCK,
+    Replica,
+    ReplicaBlock,
+    contributions,
+    holder_of,
+    make_inspection_plan,
+    replica_blocks,
+)
 from megads_ucp.plan.types import Holding, Plan, StateSpec, Subject, Transfer
+
+logger = logging.getLogger("megads_ucp")
+
+_ROUNDING = (
+    "That may be rounding: three or more data-parallel ranks add up a gradient in an order that goes by its place in "
+    "their buffers, and these copies have other places (uneven tensor parallelism) or buffers (pipeline stages). One "
+    "copy of each is exported, and a resume gives it to all."
+)
+_MEND = (
+    "Look for a missing all-reduce of a gradient (sequence parallelism?), or declare the parameter in "
+    "parameter_to_average_patterns of universal_checkpoint_info."
+)
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-_MOST_TOLD = 5
+_MOST_LISTED = 5
 """States of parameters that a message lists; the rest is counted."""
 
 
@@ -44,7 +65,7 @@ class Drift:
         parameter, state: of what.
         elsewhere: whether these copies are on later pipeline stages than the first one, which exports the parameter.
         rounding: whether that may be no more than rounding, see :attr:`Subject.rounds_alike`. On other stages always.
-        tp_ranks: whose copies differ.
+        tp_ranks: the ones that hold the differing copies.
         reference: the TP rank whose copy, on the first stage, they were compared to: for copies on later stages, that
             of the largest difference.
         count: elements that differ, over all these copies.
@@ -76,11 +97,11 @@ class Drift:
 
     def _who(self) -> str:
         many = len(self.tp_ranks) > 1
-        whose = f"tensor-parallel rank{'s' if many else ''} {', '.join(map(str, self.tp_ranks))}"
+        copies = f"tensor-parallel rank{'s' if many else ''} {', '.join(map(str, self.tp_ranks))}"
         reference = f"that of rank {self.reference}"
         if self.elsewhere:
-            whose, reference = f"{whose} on later pipeline stages", "the first stage's"
-        return f"the {'copies' if many else 'copy'} of {whose} {'differ' if many else 'differs'} from {reference}"
+            copies, reference = f"{copies} on later pipeline stages", "the first stage's"
+        return f"the {'copies' if many else 'copy'} of {copies} {'differ' if many else 'differs'} from {reference}"
 
 
 class Comparison:
@@ -93,8 +114,8 @@ class Comparison:
 
     def __init__(self, subjects: Sequence[Subject], rank: int) -> None:
         self._subjects = subjects
-        self._lots = lots_of(subjects)
-        self._shares = shares_of(subjects, self._lots, rank)
+        self._blocks = replica_blocks(subjects)
+        self._contributions = contributions(subjects, self._blocks, rank)
 
     def run(self, channel: Channel, values: Values, bucket_bytes: int) -> tuple[Drift, ...]:
         """What has drifted, the same on every rank. Collective.
@@ -108,34 +129,33 @@ class Comparison:
             Disagreement: some rank's values cannot be read.
             ChannelError: a peer has died, or the timeout has passed.
         """
-        if not self._lots:
+        if not self._blocks:
             return ()
         with channel.agreed("comparing the copies of parameters"):
             sums = self.checksums(values)
-        told = channel.sum_int64(sums).tolist()
-        suspects = [lot for lot in self._lots if len(set(told[lot.slot : lot.slot + len(lot.places)])) > 1]
+        total = channel.sum_int64(sums).tolist()
+        suspects = [block for block in self._blocks if len(set(total[block.slots])) > 1]
         if not suspects:
             return ()
-        judge = _Judge(inspection(self._subjects, suspects, bucket_bytes), suspects)
+        judge = _Judge(make_inspection_plan(self._subjects, suspects, bucket_bytes), suspects)
         with channel.agreed("comparing the copies of parameters"):
             source = lambda transfer, extent: values(transfer.holding, extent.state)  # noqa: E731
             Exchange(channel, judge.plan, source, judge.lay, judge.arrived).run()
         findings = channel.gather(judge.found)
-        merged: tuple[Drift, ...] = _merged([drift for theirs in findings or [] for drift in theirs])
+        merged: tuple[Drift, ...] = _merged([drift for found in findings or [] for drift in found])
         drifted: tuple[Drift, ...] = channel.broadcast(merged, 0)
         return drifted
 
     def checksums(self, values: Values) -> torch.Tensor:
         """This rank's part of every checksum, int64."""
-        last = self._lots[-1]
-        sums = torch.zeros(last.slot + len(last.places), dtype=torch.int64)
+        sums = torch.zeros(self._blocks[-1].slots.stop, dtype=torch.int64)
         weights = _weights()
-        for share in self._shares:
-            held = values(share.holding, share.state)
+        for contribution in self._contributions:
+            held = values(contribution.holding, contribution.state)
             bits = held.view(_BITS[held.element_size()])
-            for box in share.boxes:
-                part = _folded(box.shard_view(bits, share.holding.fragment.param_start))
-                sums[share.slot] += (part * box.full_view(weights, share.start)).sum()
+            for box in contribution.boxes:
+                part = _folded(box.shard_view(bits, contribution.holding.fragment.param_start))
+                sums[contribution.slot] += (part * box.full_view(weights, contribution.start)).sum()
         return sums
 
 
@@ -155,30 +175,32 @@ def _weights() -> torch.Tensor:
 
 
 class _Judge:
-    """Takes the copies of lots as they arrive, and notes how each differs from the first."""
+    """Takes the replicas of blocks as they arrive, and notes how each differs from the first."""
 
-    def __init__(self, plan: Plan, lots: Sequence[Lot]) -> None:
-        self.plan, self._lots = plan, lots
+    def __init__(self, plan: Plan, blocks: Sequence[ReplicaBlock]) -> None:
+        self.plan, self._blocks = plan, blocks
         self._first: dict[int, torch.Tensor] = {}
         self.found: list[Drift] = []
 
     def lay(self, transfer: Transfer, values: list[torch.Tensor]) -> None:
-        lot = self._lots[transfer.extent]
+        block = self._blocks[transfer.extent]
         if transfer.extent not in self._first:
-            self._first[transfer.extent] = torch.empty(lot.stop - lot.start, dtype=torch.float64)
+            self._first[transfer.extent] = torch.empty(block.stop - block.start, dtype=torch.float64)
         for box, value in zip(transfer.boxes, values, strict=True):
-            first = box.full_view(self._first[transfer.extent], lot.start)
+            first = box.full_view(self._first[transfer.extent], block.start)
             # Of a scaled piece each rank may hold another multiple, rounded in its own way.
             copy = value.double() if box.scale == 1.0 else (value.float() / box.scale).double()
-            if transfer.turn == 0:
+            if transfer.copy_index == 0:
                 first.copy_(copy)
             else:
-                self._compare(lot, lot.places[transfer.turn], box, first, copy)
+                self._compare(block, block.replicas[transfer.copy_index], box, first, copy)
 
     def arrived(self, extent: int) -> None:
         self._first.pop(extent, None)
 
-    def _compare(self, lot: Lot, place: Place, box: Box, first: torch.Tensor, copy: torch.Tensor) -> None:
+    def _compare(
+        self, block: ReplicaBlock, replica: Replica, box: Box, first: torch.Tensor, copy: torch.Tensor
+    ) -> None:
         differing = (first != copy) & ~(first.isnan() & copy.isnan())
         if not differing.any():
             return
@@ -186,18 +208,18 @@ class _Judge:
         worst = int(distance.argmax())  # a NaN, if there is one
         inner = index_of(worst, box.shape)
         element = box.full_offset + sum(i * stride for i, stride in zip(inner, box.full_strides, strict=True))
-        subject = self.plan.subjects[lot.subject]
+        subject = self.plan.subjects[block.subject]
         drift = Drift(
             parameter=subject.name,
-            state=lot.state.name,
-            elsewhere=place.stage > 0,
-            rounding=place.stage > 0 or not subject.rounds_alike,
-            tp_ranks=(place.tp_rank,),
-            reference=lot.places[0].tp_rank,
+            state=block.state.name,
+            elsewhere=replica.stage > 0,
+            rounding=replica.stage > 0 or not subject.rounds_alike,
+            tp_ranks=(replica.tp_rank,),
+            reference=block.replicas[0].tp_rank,
             count=int(differing.sum()),
             largest=float(distance[worst]),
             index=index_of(element, subject.layout.shape),
-            ranks=(holder_of(subject, lot.places[0], element), holder_of(subject, place, element)),
+            ranks=(holder_of(subject, block.replicas[0], element), holder_of(subject, replica, element)),
             values=(float(first[inner]), float(copy[inner])),
         )
         self.found.append(drift)
@@ -215,8 +237,31 @@ def _merged(found: Iterable[Drift]) -> tuple[Drift, ...]:
     return tuple(merged)
 
 
-def told(drifts: Sequence[Drift]) -> str:
+def judge(drifts: Sequence[Drift], on_drift: str, *, speaks: bool) -> None:
+    """Warn of replicas that have drifted apart, or refuse the export. Call it on every rank.
+
+    Where sound runs drift, by rounding, it is a warning, whatever the configuration says.
+
+    Args:
+        drifts: the same on every rank.
+        on_drift: "error" or "warn".
+        speaks: whether this rank warns.
+
+    Raises:
+        DriftError: others have, and ``on_drift`` calls that an error.
+    """
+    rounding = [drift for drift in drifts if drift.rounding]
+    if rounding and speaks:
+        logger.warning("%s. %s", _listed(rounding), _ROUNDING)
+    wrong = [drift for drift in drifts if not drift.rounding]
+    if wrong and on_drift == "error":
+        raise DriftError(f"{_listed(wrong)}. {_MEND} To export one copy as it is, set on_drift to warn.")
+    if wrong and speaks:
+        logger.warning("%s. One copy of each is exported. %s", _listed(wrong), _MEND)
+
+
+def _listed(drifts: Sequence[Drift]) -> str:
     """All of it in one message, without the full stop."""
-    listed = "; ".join(map(str, drifts[:_MOST_TOLD]))
-    rest = f"; and {len(drifts) - _MOST_TOLD} more states of parameters" if len(drifts) > _MOST_TOLD else ""
+    listed = "; ".join(map(str, drifts[:_MOST_LISTED]))
+    rest = f"; and {len(drifts) - _MOST_LISTED} more states of parameters" if len(drifts) > _MOST_LISTED else ""
     return f"copies have drifted apart: {listed}{rest}"

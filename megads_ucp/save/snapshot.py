@@ -3,26 +3,46 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+
 import torch
 
-from megads_ucp.engine.state import LiveState
+from megads_ucp.engine.state import EngineState
 from megads_ucp.errors import PlanError
+from megads_ucp.layout.layout import Layout
 from megads_ucp.plan.types import Extent, Holding, StateSpec, Transfer
 from megads_ucp.survey import UNOWNED
+
+logger = logging.getLogger("megads_ucp")
 
 
 class Snapshot:
     """The values one export sends: views of the live state where it is in host memory, one copy of it elsewhere."""
 
-    def __init__(self, live: LiveState) -> None:
+    def __init__(self, engine: EngineState) -> None:
         self._groups = [
-            {name: state.detach().to("cpu") for name, state in group.sharded_states().items()} for group in live.groups
+            {name: state.detach().to("cpu") for name, state in group.sharded_states().items()}
+            for group in engine.groups
         ]
-        unowned = live.unowned() if live.groups[0].shard_rank == 0 else {}
+        unowned = engine.unowned() if engine.groups[0].shard_rank == 0 else {}
         # Flat views, which cost nothing: a frozen model is large, and is asked for a bucket at a time.
         self._unowned = {name: value.detach().reshape(-1) for name, value in unowned.items()}
         self.inexact = {name: value.detach() for name, value in unowned.items() if not _fp32_holds(value)}
         """Of buffers and frozen parameters, those with values that fp32, and so the format, cannot hold, by name."""
+
+    def warn_of_rounding(self, layouts: Mapping[str, Layout]) -> None:
+        """Name what the universal format rounds and no file of ours keeps.
+
+        Args:
+            layouts: of this stage's parameters, without what is excluded.
+        """
+        if cut := [name for name in self.inexact if name in layouts and not held_whole(layouts[name])]:
+            logger.warning(
+                "fp32, in which the universal format keeps frozen parameters, cannot hold all values of %s, and "
+                "tensor parallelism cuts them: keep them in client_state too.",
+                ", ".join(cut),
+            )
 
     def holding(self, transfer: Transfer, extent: Extent) -> torch.Tensor:
         """The values of one transfer's holding; see :meth:`values`."""
@@ -44,6 +64,11 @@ class Snapshot:
         if state.name not in states:
             raise PlanError(f"the optimizer has no state {state.name} for parameter {fragment.name} any more.")
         return states[state.name].narrow(0, fragment.partition_start, fragment.numel)
+
+
+def held_whole(layout: Layout) -> bool:
+    """Whether every tensor-parallel rank holds the whole tensor."""
+    return layout.tp_degree == 1 or layout.replicated
 
 
 def _fp32_holds(value: torch.Tensor) -> bool:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's layers say about the layouts of their parameters, all sources asked."""
+"""All claims that a model's own layers make about the layouts of their parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megads_ucp.engine.state import LiveState
+from torch import nn
+
 from megads_ucp.sources.attributes import ATTRIBUTES, rules_from_attributes
 from megads_ucp.sources.autotp import rules_from_autotp
 from megads_ucp.sources.megatron_core import rules_from_sharded_state_dict
@@ -14,29 +16,36 @@ from megads_ucp.sources.resolve import Claim, Trust
 
 
 @dataclass(frozen=True)
-class LayerWords:
-    """What a model's layers say about their parameters' layouts, by source."""
+class LayerClaims:
+    """What a model's layers say about their parameters.
+
+    Attributes:
+        claims: rules, by source.
+        vocabulary: names of parameters with a vocabulary that may be padded.
+        warnings: layers that could not describe themselves, and why.
+    """
 
     claims: tuple[Claim, ...]
     vocabulary: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
-def ask_layers(live: LiveState) -> LayerWords:
-    """Ask every layer.
+def ask_layers(module: nn.Module, parameters: Mapping[str, nn.Parameter], tp_degree: int) -> LayerClaims:
+    """Collect the claims of all sources in the model.
+
+    Args:
+        module: the model.
+        parameters: its parameters by DeepSpeed's names, all names of tied ones included.
+        tp_degree: number of tensor-parallel ranks.
 
     Raises:
-        LayoutError: a layer says something that its own tensors contradict.
+        LayoutError: a layer's description contradicts its own tensors.
     """
-    layers = rules_from_sharded_state_dict(live.module, live.parameters)
+    core = rules_from_sharded_state_dict(module, parameters)
     claims = (
-        Claim("megatron-core", Trust.LAYERS, layers.rules),
-        Claim("AutoTP", Trust.LAYERS, rules_from_autotp(live.module, live.parameters)),
-        Claim(
-            MEGATRON_DEEPSPEED,
-            Trust.LAYERS,
-            rules_from_megatron_deepspeed(live.module, live.parameters, live.coordinates.tp_degree),
-        ),
-        Claim(ATTRIBUTES, Trust.ATTRIBUTES, rules_from_attributes(live.parameters, live.coordinates.tp_degree)),
+        Claim("megatron-core", Trust.LAYERS, core.rules),
+        Claim("AutoTP", Trust.LAYERS, rules_from_autotp(module, parameters)),
+        Claim(MEGATRON_DEEPSPEED, Trust.LAYERS, rules_from_megatron_deepspeed(module, parameters, tp_degree)),
+        Claim(ATTRIBUTES, Trust.ATTRIBUTES, rules_from_attributes(parameters, tp_degree)),
     )
-    return LayerWords(claims, layers.vocabulary, layers.warnings)
+    return LayerClaims(claims, core.vocabulary, core.warnings)

@@ -58,6 +58,7 @@ def measure(directory: Path, size_name: str, rounds: int, keep: bool) -> Measure
     """
     import megads_ucp
     from megads_ucp.engine.attach import attachment
+    from megads_ucp.save.types import ExportRequest
     from tests.benchmarks.subject import SIZES, build_engine, client_state, train_one_step
 
     size = SIZES[size_name]
@@ -70,7 +71,7 @@ def measure(directory: Path, size_name: str, rounds: int, keep: bool) -> Measure
     state = client_state(size)
 
     def export() -> None:
-        exporter.export(directory, "bench", state, save_latest=True, exclude_frozen=False)
+        exporter.export(ExportRequest.of_save(directory, "bench", state, save_latest=True, exclude_frozen=False))
 
     def stock() -> None:
         type(engine).save_checkpoint(engine, str(directory), tag="bench", client_state=state)

@@ -94,8 +94,8 @@ def export(directory: Path, size_name: str) -> int:
 
 def measure(directory: Path, size_name: str, tp: int, rounds: int) -> Measured:
     """Loads the checkpoint at one target, again and again. Runs on every rank."""
-    from megads_ucp import storage
     from tests.benchmarks.subject import SIZES, build_engine
+    from tests.support.reads import payload_counted
 
     engine = build_engine(SIZES[size_name], tp, {"checkpoint": {"load_universal": True}})
     measured = Measured(Loads(), Loads(), Loads(), Loads())
@@ -105,12 +105,11 @@ def measure(directory: Path, size_name: str, tp: int, rounds: int) -> Measured:
         assert path is not None
 
     def timed(work: Callable[[], None], loads: Loads, temperature: str) -> None:
-        storage.reset_bytes_read()
         busy = time.process_time()
-        with PeakMemory() as memory, loads_counted() as loaded:
+        with PeakMemory() as memory, loads_counted() as loaded, payload_counted() as read:
             loads.seconds[temperature].append(seconds_of(work))
         loads.cpu[temperature].append(time.process_time() - busy)
-        loads.asked = storage.bytes_read() + loaded()
+        loads.asked = read() + loaded()
         loads.memory = max(loads.memory, memory.extra)
 
     for temperature in ("first", *["warm"] * rounds, *["cold"] * rounds):
@@ -171,33 +170,33 @@ def _evict_together(directory: Path) -> None:
 
 def _read_alone(engine: Any, directory: Path, measured: Measured) -> None:
     """Rank 0 prepares with all others, then checks and reads its part again, from a cold cache and alone."""
-    from megads_ucp import storage
     from megads_ucp.config import ExportConfig
-    from megads_ucp.engine.adapter import live_state
-    from megads_ucp.engine.context import Surveyor
+    from megads_ucp.engine.adapter import engine_state
+    from megads_ucp.engine.context import EngineContext
     from megads_ucp.load.checkpoint import Checkpoint
-    from megads_ucp.load.restorer import LoadRequest, Restorer
+    from megads_ucp.load.prepare import prepare
+    from megads_ucp.load.resume import LoadRequest
+    from tests.support.reads import payload_counted
 
     universal = directory / f"{TAG}_universal"
     with _plugin(engine):
-        restorer = Restorer(live_state(engine), Surveyor(5), ExportConfig(read_together="never"))
-        prepared = restorer._prepare(universal, LoadRequest())
-        reads = [*prepared.reads.values(), *prepared.unowned]
+        context = EngineContext(engine_state(engine), ExportConfig(read_together="never"))
+        resume = prepare(context, universal, LoadRequest())
+        reads = [*resume.reads.values(), *resume.unowned.reads]
         for read in reads:
             itemsize = read.file.tensor.dtype.itemsize
             measured.needed += read.numel * itemsize
             measured.floor += sum(box.full_span[1] - box.full_span[0] for box in read.boxes) * itemsize
         _evict_together(directory)
         if dist.get_rank() == 0:
-            storage.reset_bytes_read()
             before = bytes_from_disk()
-            with loads_counted() as loaded:
+            with loads_counted() as loaded, payload_counted() as asked:
                 checkpoint = Checkpoint(universal)
                 checkpoint.common_state()
                 for read in reads:
                     checkpoint.file(read.file.tensor.path.parent.name, read.file.tensor.path.stem)
                     read.run(False)
-            measured.alone_asked = storage.bytes_read() + loaded()
+            measured.alone_asked = asked() + loaded()
             measured.alone_fetched = bytes_from_disk() - before
         dist.barrier()
 

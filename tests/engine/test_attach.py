@@ -146,7 +146,7 @@ def test_a_deepspeed_without_an_attribute_in_use_is_refused_and_left_alone(monke
         pass
 
     monkeypatch.setitem(ATTRIBUTES_USED, Older, ("save_checkpoint", "save_universally"))
-    with pytest.raises(UnsupportedError, match=r"has no Older\.save_universally.*0\.19\.7"):
+    with pytest.raises(UnsupportedError, match=r"has no Older\.save_universally.*0\.19\.8"):
         megads_ucp.install()
     assert [dict(vars(cls)) for cls in CLASSES] == stock_deepspeed
 
@@ -287,11 +287,11 @@ def test_the_same_tag_again_replaces_the_export(tmp_path):
         install(strict=True)
         engine = trained("fp32")
         engine.save_checkpoint(str(tmp_path), tag="x")
-        run_id = read_manifest(tmp_path / "x_universal")["run_id"]
+        run_id = read_manifest(tmp_path / "x_universal").run_id
         dist.barrier()
         train(engine, mlp_batches(1, 2))
         engine.save_checkpoint(str(tmp_path), tag="x")
-        assert read_manifest(tmp_path / "x_universal")["run_id"] != run_id
+        assert read_manifest(tmp_path / "x_universal").run_id != run_id
         return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
     parameters = run_ranks(body, 2)[0]
@@ -320,8 +320,8 @@ def test_states_that_appear_or_go_between_exports_are_noticed(tmp_path):
     for tag, names in states.items():
         assert_complete(tmp_path / f"{tag}_universal")
         assert state_names(tmp_path / f"{tag}_universal" / "zero" / "layers.0.weight") == names, tag
-    groups = read_manifest(tmp_path / "cleared_universal")["groups"]
-    assert [group["hyperparameters"]["lr"] for group in groups] == [0.125, 0.125]
+    groups = read_manifest(tmp_path / "cleared_universal").groups
+    assert [group.hyperparameters["lr"] for group in groups] == [0.125, 0.125]
 
 
 def test_stock_deepspeed_finds_and_loads_the_latest_export(tmp_path):
