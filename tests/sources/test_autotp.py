@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts that AutoTP describes, on real ranks."""
+"""Layouts that AutoTP describes, on real ranks; and its records by themselves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.module_inject.layers import _build_param_uc_restore_meta
 from torch import nn
 
+from megads_ucp.errors import LayoutError
+from megads_ucp.layout.build import build_layout
 from megads_ucp.sources.attributes import rules_from_attributes
 from megads_ucp.sources.autotp import rules_from_autotp
-from tests.support.layouts import Described, detached, on_ranks, parameters_of
+from megads_ucp.sources.megatron_core import rules_from_sharded_state_dict
+from tests.support.layouts import Described, detached, on_ranks, parameters_of, rebuild
 
 
 def autotp_model(kind: str) -> nn.Module:
@@ -62,3 +67,32 @@ def test_autotp_describes_every_parameter(kind, tp):
         assert torch.equal(full, original[name]), name
         split_vocabulary = "lm_head" in name or (kind == "llama tied" and "embed_tokens" in name)
         assert layout.metadata() == ({"vocab_tensor": True} if split_vocabulary else {})
+
+
+def test_a_plain_module_has_nothing_to_say():
+    module = nn.Linear(3, 3)
+    named = dict(module.named_parameters())
+    assert rules_from_sharded_state_dict(module, named).rules == {}
+    assert rules_from_autotp(module, named) == {}
+
+
+def test_a_layout_that_autotp_cannot_describe_is_refused_in_its_words():
+    module = nn.Linear(3, 3)
+    meta = _build_param_uc_restore_meta(partition_type="column", unsupported_reason="too clever by half")
+    setattr(module.weight, DS_AUTOTP_UC_META, meta)
+    with pytest.raises(LayoutError, match="weight: too clever by half"):
+        rules_from_autotp(module, dict(module.named_parameters()))
+
+
+def test_what_autotp_split_without_a_map_goes_by_its_sizes():
+    """AutoTP._slice_embedding (deepspeed/module_inject/auto_tp.py) records this, and no affine map."""
+    full = torch.randn(5, 6)
+    module = nn.Embedding(5, 4)
+    meta = _build_param_uc_restore_meta(
+        partition_type="row", partition_dim=1, logical_shape=(5, 6), partition_sizes=[4, 2], original_shape=(5, 6)
+    )
+    setattr(module.weight, DS_AUTOTP_UC_META, meta)
+    rule = rules_from_autotp(module, dict(module.named_parameters()))["weight"]
+    layout = build_layout("weight", rule, [(5, 4), (5, 2)])
+    assert torch.equal(rebuild(layout, list(full.split([4, 2], dim=1))), full)
+    assert layout.metadata() == {"cat_dim": 1}  # as the stock converter writes for the pattern that AutoTP publishes
