@@ -2,11 +2,12 @@
 """A source's claim about one parameter: how its tensor-parallel shards make the full tensor.
 
 A :class:`Rule` is such a claim in the terms of the field ("split along dim 1", "two halves", "replicated"). It knows no
-shapes of its own; :func:`megads_ucp.layout.build.build_layout` checks it against the shards that the ranks really hold.
+shapes of its own; :func:`megads_ucp.layout.layout.build_layout` checks it against the shards that the ranks really hold.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["replicated", "averaged", "split", "affine"]
 Style = Literal["plain", "n_sub_params", "sub_param_shape"]
+
+Shapes = Sequence[tuple[int, ...]]
+"""Shapes of one parameter's shards, by TP rank."""
 
 _KINDS, _STYLES = get_args(Kind), get_args(Style)
 

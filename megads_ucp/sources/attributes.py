@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules from the attributes that Megatron's layers put on their parameters."""
+"""Rules from parameter attributes: ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
+
+Megatron's layers set them (megatron/core/tensor_parallel/layers.py), at any TP degree.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,18 @@ ATTRIBUTES = "Megatron attributes (tensor_model_parallel, partition_dim)"
 
 
 def rules_from_attributes(parameters: Mapping[str, nn.Parameter], tp_degree: int) -> dict[str, Rule]:
-    """Rules from the attributes that Megatron's layers put on their parameters, at any TP degree.
+    """Rules of all parameters whose attributes describe their layout; empty for a model without split parameters.
 
     ``partition_stride`` s > 1 means s equal sub-parameters, each split (``_initialize_affine_weight_cpu`` in
     megatron/core/tensor_parallel/layers.py deals chunk r of each of them to rank r). megatron-core 0.16 sets 2 for
-    SwiGLU; Megatron-DeepSpeed and older cores leave it at 1, so a plain split from here may yet be refined.
+    SwiGLU; Megatron-DeepSpeed and older cores leave it at 1, so other sources may refine a plain split from here.
 
-    ``tensor_model_parallel`` False is taken as "replicated" only in a model that has some split parameter: under
+    ``tensor_model_parallel`` False counts as "replicated" only in a model that has some split parameter: under
     ``perform_initialization=False`` Megatron leaves split weights at that default. True without a ``partition_dim``
-    says nothing: AutoTP sets just that (deepspeed/module_inject/layers.py).
+    means nothing: AutoTP sets just that (deepspeed/module_inject/layers.py).
 
-    Raises LayoutError where attributes do not fit the parameter's shape.
+    Raises:
+        LayoutError: attributes do not fit the parameter's shape.
     """
     split = {
         name: _rule_from_attributes(name, parameter, tp_degree)
@@ -43,6 +47,7 @@ def rules_from_attributes(parameters: Mapping[str, nn.Parameter], tp_degree: int
 
 
 def partition_dim(tensor: torch.Tensor) -> int | None:
+    """The dimension along which Megatron's attributes say that the tensor is split; None if they do not."""
     dim: int | None = getattr(tensor, "partition_dim", None)
     return dim if getattr(tensor, "tensor_model_parallel", False) and dim is not None and dim >= 0 else None
 

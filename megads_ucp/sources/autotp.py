@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules from AutoTP, DeepSpeed's tensor parallelism for Hugging Face models.
 
-AutoTP leaves its account of each parameter it split on the parameter itself (``_set_param_uc_meta`` in
-deepspeed/module_inject/layers.py), and of the untouched ones in the dict ``model.universal_checkpoint_info``
-(``collect_autotp_universal_checkpoint_info`` there). Both are affine maps wherever AutoTP can give one, uneven splits
-and fused layouts included, and come from the layers that did the splitting: a source as good as any.
+AutoTP describes each parameter that it split on the parameter itself (``_set_param_uc_meta`` in
+deepspeed/module_inject/layers.py), and the untouched ones in the dict ``model.universal_checkpoint_info``
+(``collect_autotp_universal_checkpoint_info`` there). Descriptions are affine maps wherever AutoTP can give one, uneven
+splits and fused layouts included, and come from the layers that did the splitting, so they are fully trusted.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from megads_ucp.layout.rule import Rule
 from megads_ucp.sources.patterns import check_affine_version
 
 AFFINE = "AutoTP affine map"
-
-
 SIZES = "AutoTP partition sizes"
-
-
 UNTOUCHED = "AutoTP (parameter left whole)"
 
 
 def rules_from_autotp(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Rule]:
-    """Rules of all ``parameters`` (by the names DeepSpeed knows them by) that AutoTP split or knowingly left whole.
+    """Rules of all parameters that AutoTP split or knowingly left whole; empty for a model that it has not parsed.
 
-    Empty for a model that AutoTP has not parsed. Raises LayoutError, with AutoTP's own reason, for parameters whose
-    layout AutoTP cannot describe.
+    Args:
+        module: the model.
+        parameters: its parameters by DeepSpeed's names.
+
+    Raises:
+        LayoutError: AutoTP cannot describe how it split some parameters; the message gives its reasons.
     """
     info = getattr(module, UNIVERSAL_CHECKPOINT_INFO, None)
-    # A client's own may be a method (Megatron-DeepSpeed), or a dict; only AutoTP always writes this key.
+    # A client's own information is a method (Megatron-DeepSpeed) or a dict; only AutoTP always writes this key.
     if not isinstance(info, Mapping) or AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS not in info:
         info = {}
     check_affine_version(info)
@@ -52,7 +52,7 @@ def rules_from_autotp(module: nn.Module, parameters: Mapping[str, nn.Parameter])
     unsupported: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, parameter in parameters.items():
-        # As AutoTP writes them: exact, one per parameter, of a tied one's names for the first.
+        # AutoTP writes one exact pattern per parameter, for the first name of a tied one.
         pattern = rf"^{re.escape(first.setdefault(id(parameter), name))}$"
         meta = getattr(parameter, DS_AUTOTP_UC_META, None)
         conversion = (meta or {}).get("conversion") or {}
@@ -70,14 +70,14 @@ def rules_from_autotp(module: nn.Module, parameters: Mapping[str, nn.Parameter])
 
 
 def _affine_rule(affine: dict[str, Any], is_vocabulary: bool) -> Rule:
-    # AutoTP splits a vocabulary unevenly rather than pad it, so all rows are real and only the metadata key is wanted.
-    # The published original_vocab_size is that of the first vocabulary parameter, and could cut rows off another one.
+    # AutoTP splits a vocabulary unevenly rather than pad it, so all rows are real and only the metadata key is needed.
+    # Its original_vocab_size is that of the first vocabulary parameter, and could cut rows off another one.
     rows = affine["logical_shape"][0] if is_vocabulary else None
     return Rule("affine", AFFINE, affine=affine, vocabulary_size=rows)
 
 
 def _rule_without_map(meta: Mapping[str, Any]) -> Rule | None:
-    """For layers that record sizes only: embeddings split along the hidden dimension (``AutoTP._slice_embedding``)."""
+    """The rule of a layer that records sizes only: an embedding split along dim 1 (``AutoTP._slice_embedding``)."""
     if meta.get("replicated"):
         return Rule("replicated", SIZES)
     dim, sizes = meta.get("partition_dim"), meta.get("partition_sizes")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules from the layers themselves: megatron-core's ``sharded_state_dict`` and Megatron's parameter attributes.
+"""Rules from megatron-core's layers, which describe their own sharding (``sharded_state_dict``).
 
-Every megatron-core module can describe its own sharding (megatron/core/dist_checkpointing/mapping.py). A
-``ShardedTensor`` says where this rank's tensor lies in the global one; a ``ShardedTensorFactory`` says so for the parts
-of a fused parameter, such as the two halves of SwiGLU. Nothing is guessed from names: there is no better source.
+In such a description (megatron/core/dist_checkpointing/mapping.py) a ``ShardedTensor`` locates this rank's tensor in
+the global one; a ``ShardedTensorFactory`` does so for the parts of a fused parameter, such as the two halves of SwiGLU.
+Nothing is guessed from names: there is no better source.
 
-A description tells dimensions apart only where something is split. At TP 1 a row-parallel weight looks like one that is
-replicated, and a checkpoint that called it so would be cut along the wrong dimension by a later run at TP 2. So at TP 1
-the layers are asked what they would say at a larger degree (:func:`_as_if_split`).
+A description distinguishes dimensions only where something is split. At TP 1 a row-parallel weight looks replicated,
+and a checkpoint that recorded it so would be cut along the wrong dimension by a later run at TP 2. So at TP 1 the
+layers describe themselves as they would at a larger degree (:func:`_as_if_split`).
 
 megatron-core is optional, and imported only when a module can describe itself. All of this is local to one rank.
 """
@@ -30,19 +30,19 @@ from megads_ucp.sources.attributes import partition_dim
 
 SHARDED_STATE_DICT = "megatron-core sharded_state_dict"
 
-
-# Where layers keep their TP group: megatron-core's own, and its wrappers of Transformer Engine.
 _TP_GROUP_ATTRIBUTES = ("tp_group", "_tp_group")
+"""Where layers keep their TP group: megatron-core's own, and its wrappers of Transformer Engine."""
 
 
 @dataclass(frozen=True)
 class LayerRules:
     """What a model's layers say of themselves.
 
-    rules       by parameter name.
-    vocabulary  names whose dim 0 is a vocabulary that Megatron pads (``allow_shape_mismatch``). How many of its rows
-                are real is for the tokenizer to say.
-    warnings    modules that could not describe themselves, and why.
+    Attributes:
+        rules: by parameter name.
+        vocabulary: names of parameters whose dim 0 is a vocabulary that Megatron pads (``allow_shape_mismatch``).
+            Only the tokenizer knows how many of the rows are real.
+        warnings: modules that could not describe themselves, and why.
     """
 
     rules: Mapping[str, Rule]
@@ -51,26 +51,30 @@ class LayerRules:
 
 
 def rules_from_sharded_state_dict(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> LayerRules:
-    """Rules of all ``tensors`` that some megatron-core (sub)module of ``module`` describes.
+    """Rules of all tensors that some megatron-core (sub)module describes.
 
-    ``tensors`` are the model's parameters (and buffers), by the names DeepSpeed knows them by; a tied one may have
-    several. A module that fails to describe itself (for one, because ``parallel_state`` is not initialised) yields a
-    warning and no rules.
+    A module that fails to describe itself (for example because ``parallel_state`` is not initialised) yields a warning
+    and no rules.
 
-    Raises LayoutError where a description contradicts itself or is of a kind that no Rule can express.
+    Args:
+        module: the model.
+        tensors: its parameters (and buffers) by DeepSpeed's names; a tied one may have several.
+
+    Raises:
+        LayoutError: a description contradicts itself, or no Rule can express it.
     """
     names = _Names(tensors)
     rules: dict[str, Rule] = {}
     vocabulary: dict[str, None] = {}
     warnings: list[str] = []
-    with _as_if_split(module) as pretended:
+    with _as_if_split(module) as as_if_split:
         described = [
             entry for prefix, root in _describing_modules(module) for entry in _entries(root, prefix, warnings)
         ]
     for entry in described:
         for name in names.of(entry):
-            rule = _rule(name, tensors[name], entry.pieces, pretended)
-            # An outer module takes all that lies in a plain container of its own (ModuleList) for replicated
+            rule = _rule(name, tensors[name], entry.pieces, as_if_split)
+            # An outer module describes everything in a plain container (ModuleList) as replicated
             # (sharded_state_dict_default in megatron/core/transformer/utils.py). A split layer in it knows better.
             if rule is not None and (name not in rules or rules[name].kind == "replicated"):
                 rules[name] = rule
@@ -104,10 +108,10 @@ class _Group:
 
 @contextmanager
 def _as_if_split(module: nn.Module) -> Iterator[bool]:
-    """While no layer is split, has all of them describe themselves as rank 1 of 2. Yields whether they do.
+    """If no layer is split, have all of them describe themselves as rank 1 of 2. Yields whether they do.
 
-    Only ``size()`` and ``rank()`` are asked of the group inside ``sharded_state_dict``; no tensor and no collective is
-    involved, and the layers have their own groups back at the end.
+    ``sharded_state_dict`` calls only ``size()`` and ``rank()`` of the group; no tensor and no collective is involved,
+    and the layers get their own groups back at the end.
     """
     groups = [(m, key, vars(m)[key]) for m in module.modules() for key in _TP_GROUP_ATTRIBUTES if key in vars(m)]
     if not groups or any(group is not None and group.size() != 1 for _, _, group in groups):
@@ -116,7 +120,7 @@ def _as_if_split(module: nn.Module) -> Iterator[bool]:
     try:
         for owner, key, _ in groups:
             setattr(owner, key, _Group(2, 1))
-        # megatron-core does not look at a group while torch.distributed is not there.
+        # megatron-core ignores groups while torch.distributed is not initialised.
         yield torch.distributed.is_initialized()
     finally:
         for owner, key, group in groups:
@@ -125,7 +129,7 @@ def _as_if_split(module: nn.Module) -> Iterator[bool]:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor of a sharded state dict: the local tensor, and the ShardedTensors that say where its parts lie."""
+    """One tensor of a sharded state dict: the local tensor, and the ShardedTensors that locate its parts."""
 
     key: str
     data: torch.Tensor
@@ -133,13 +137,13 @@ class _Entry:
 
 
 def _entries(root: nn.Module, prefix: str, warnings: list[str]) -> list[_Entry]:
-    """What one module says of its tensors; if it cannot, a warning and nothing."""
+    """How one module describes its tensors; nothing, and a warning, if it fails to."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     try:
-        # The data-parallel group decides which replica writes: of no interest here, and it spares parallel_state.
+        # The data-parallel group only decides which replica writes; a stand-in makes parallel_state unnecessary.
         described = root.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": _Group(1, 0)})  # type: ignore[operator]
-    # A third party's method may fail in any way, and lower sources may still know all that is needed.
+    # A third party's method may fail in any way, and other sources may still suffice.
     except Exception as error:
         warnings.append(
             f"{type(root).__name__} {prefix.rstrip('.')} failed to describe its sharding, so its parameters rest on "
@@ -168,7 +172,7 @@ def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class _Names:
-    """Finds the names of the tensor that an entry of a sharded state dict is about."""
+    """Finds the names of the tensor that an entry of a sharded state dict describes."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -180,10 +184,10 @@ class _Names:
                 self._by_memory.setdefault(_memory(tensor), []).append(name)
 
     def of(self, entry: _Entry) -> Sequence[str]:
-        """By identity or memory, since state-dict names of tied or wrapped parameters are others than DeepSpeed's."""
+        """Names found by identity or memory: state-dict names of tied or wrapped parameters differ from DeepSpeed's."""
         names = self._by_id.get(id(entry.data)) or self._by_memory.get(_memory(entry.data))
         if names is None and entry.key in self._tensors:
-            # A copy, as of a quantised weight: then name and shape must do.
+            # A copy, as of a quantised weight: only name and shape are left to go by.
             names = [entry.key] if self._tensors[entry.key].shape == entry.data.shape else None
         return names or ()
 
@@ -192,12 +196,12 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _rule(name: str, tensor: torch.Tensor, pieces: tuple[Any, ...], pretended: bool) -> Rule | None:
+def _rule(name: str, tensor: torch.Tensor, pieces: tuple[Any, ...], as_if_split: bool) -> Rule | None:
     cut = _cut(name, tuple(tensor.shape), pieces)
     if cut is None:
-        # At TP 1 some layers (mamba_mixer.py) cannot be made to pretend, and then their attributes know more.
+        # At TP 1 some layers (mamba_mixer.py) ignore the stand-in group, and then their attributes know more.
         return Rule("replicated", SHARDED_STATE_DICT) if partition_dim(tensor) is None else None
-    degree = 1 if pretended else cut.degree
+    degree = 1 if as_if_split else cut.degree
     sizes = tuple(width * degree for width in cut.widths)
     if len(sizes) == 1:
         return Rule("split", SHARDED_STATE_DICT, dim=cut.dim)
@@ -275,7 +279,7 @@ def _tiled_dims(shape: tuple[int, ...], pieces: tuple[Any, ...]) -> list[int]:
 
 
 def _degree(dim: int, pieces: Iterable[Any], refuse: Callable[[str], LayoutError]) -> int:
-    """Over how many ranks the pieces of one global tensor are split, each evenly, in the order of the pieces.
+    """The number of ranks over which the pieces of one global tensor, in order, are evenly split.
 
     In the global tensor the first sub-parameter of all ranks comes first, then the second, and so on; this rank's part
     of each lies at the same multiple of its width.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules from the layers of Megatron-DeepSpeed, which cannot describe themselves as megatron-core's can.
 
-They are known by the names of their classes, at any TP degree: at TP 1 too, where the client's own name patterns keep
-silent about row-parallel weights. Two things no type tells are asked of the code itself, by running it on a few marked
-numbers: in what order an attention keeps the rows of its fused projection (forks and versions differ, in silence), and
-whether an activation takes its input as two halves. Nothing of Megatron-DeepSpeed is imported.
+They are recognised by their class names at any TP degree, also at TP 1, where the client's own name patterns omit
+row-parallel weights. Two facts that no type reveals are found by running the code on a few marked numbers: the row
+order of an attention's fused projection (which differs silently between forks and versions), and whether an activation
+splits its input into two halves. Nothing of Megatron-DeepSpeed is imported.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from megads_ucp.layout.rule import Rule, Style
 
 MEGATRON_DEEPSPEED = "Megatron-DeepSpeed's layers"
 
-
 _COLUMN, _ROW, _VOCABULARY = "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
-
-
 _POSITIONS = "SequenceParallelPositionEmbedding"  # each rank has the positions of its part of the sequence
-
-
 _PROJECTION = "query_key_value"
 
 
 def rules_from_megatron_deepspeed(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], tp_degree: int
 ) -> dict[str, Rule]:
-    """Rules of all parameters in layers that are Megatron-DeepSpeed's, and of norms and embeddings beside them.
+    """Rules of all parameters in Megatron-DeepSpeed's layers, and of norms and embeddings beside them.
 
-    Raises LayoutError for an attention or an activation whose order of rows cannot be found out, with the reason.
+    Args:
+        module: the model.
+        parameters: its parameters by DeepSpeed's names.
+        tp_degree: number of tensor-parallel ranks.
+
+    Raises:
+        LayoutError: the row order of an attention's or an activation's projection cannot be determined.
     """
     if not any(_is_parallel(layer) for layer in module.modules()):
         return {}
@@ -52,13 +53,13 @@ def rules_from_megatron_deepspeed(
 
 
 def _is_parallel(layer: nn.Module | None) -> bool:
-    """Whether it is one of the parallel layers. megatron-core has the same names; its layers describe themselves."""
+    """Whether it is one of the parallel layers, and not megatron-core's of the same name, which describe themselves."""
     names = (_COLUMN, _ROW, _VOCABULARY, _POSITIONS)
     return type(layer).__name__ in names and not callable(getattr(layer, "sharded_state_dict", None))
 
 
 def _own_rules(layer: nn.Module) -> Iterator[tuple[nn.Parameter, Rule]]:
-    """The rules that a layer's type alone decides. An outer layer comes first, and decides over those in it."""
+    """The rules that follow from a layer's type alone. An outer layer comes first and overrides the layers in it."""
     kind = type(layer).__name__
     replicated = Rule("replicated", MEGATRON_DEEPSPEED)
     if _is_parallel(layer) and not getattr(layer, "is_expert_without_slicing", False):
@@ -71,7 +72,7 @@ def _own_rules(layer: nn.Module) -> Iterator[tuple[nn.Parameter, Rule]]:
 
 
 def _fused_rules(path: str, layer: nn.Module, tp_degree: int) -> Iterator[tuple[nn.Parameter, Rule]]:
-    """The rules of projections that are several in one: an attention's and a gated MLP's."""
+    """The rules of fused projections: an attention's and a gated MLP's."""
     projection: Any = getattr(layer, _PROJECTION, None)
     if _is_parallel(projection):
         rule = _attention_rule(path, layer, tp_degree)
@@ -89,7 +90,7 @@ def _attention_rule(path: str, attention: nn.Module, tp_degree: int) -> Rule:
     heads = int(attention.num_attention_heads_per_partition)  # type: ignore[arg-type]
     groups = int(getattr(attention, "num_key_value_heads_per_partition", heads))
     head_dim = int(attention.hidden_size_per_attention_head)  # type: ignore[arg-type]
-    order = _order_of(path, attention, groups, heads // groups, head_dim)
+    order = _probe_order(path, attention, groups, heads // groups, head_dim)
     whole = AttentionOrder(order.order, groups * tp_degree, order.queries, head_dim)
     if order.order == "interleaved":
         return Rule("split", MEGATRON_DEEPSPEED, dim=0, attention=whole)
@@ -98,12 +99,12 @@ def _attention_rule(path: str, attention: nn.Module, tp_degree: int) -> Rule:
     return Rule("split", MEGATRON_DEEPSPEED, dim=0, sub_sizes=sizes, style=style, attention=whole)
 
 
-class _Seen(Exception):
-    """Carries what the core of an attention was called with."""
+class _Captured(Exception):
+    """Carries the inputs of an attention's core out of its ``forward``."""
 
 
-class _Answer(nn.Module):
-    """Stands in for the projection: whatever it is asked, it answers with these rows."""
+class _FixedProjection(nn.Module):
+    """Stands in for the projection: returns these rows for any input."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__()
@@ -113,27 +114,27 @@ class _Answer(nn.Module):
         return self.rows, None
 
 
-class _Witness(nn.Module):
-    """Stands in for what comes after the projection, and ends the probe there."""
+class _Capture(nn.Module):
+    """Stands in for every layer after the projection, and ends the probe there."""
 
     def forward(self, *inputs: Any, **_: Any) -> NoReturn:
-        raise _Seen(*inputs[:3])
+        raise _Captured(*inputs[:3])
 
 
-def _order_of(path: str, attention: nn.Module, groups: int, queries: int, head_dim: int) -> AttentionOrder:
-    """The order by which the attention's own ``forward`` takes its projection apart, seen from what its core gets.
+def _probe_order(path: str, attention: nn.Module, groups: int, queries: int, head_dim: int) -> AttentionOrder:
+    """The order in which the attention's own ``forward`` splits its projection, inferred from the inputs of its core.
 
-    The probe's projection has twice the groups: of a single one, as a rank may hold, both orders are the same.
+    The probe's projection has twice the groups: with a single one, as a rank may hold, both orders are the same.
     """
     groups *= 2
     rows = torch.arange(groups * (queries + 2) * head_dim, dtype=torch.float32)
-    with torch.no_grad(), _probed(attention, _Answer(rows.view(1, 1, -1))):
+    with torch.no_grad(), _probed(attention, _FixedProjection(rows.view(1, 1, -1))):
         try:
             attention.forward(torch.zeros(1, 1, 1), None)
             got: Any = "its core attention was never called"
-        except _Seen as seen:
-            got = [part.flatten().tolist() for part in seen.args if isinstance(part, torch.Tensor)]
-        except Exception as error:  # the code's own, whatever it is
+        except _Captured as captured:
+            got = [part.flatten().tolist() for part in captured.args if isinstance(part, torch.Tensor)]
+        except Exception as error:  # of foreign code: anything
             got = f"{type(error).__name__}: {error}"
     for name in get_args(Order):
         order = AttentionOrder(name, groups, queries, head_dim)
@@ -142,7 +143,7 @@ def _order_of(path: str, attention: nn.Module, groups: int, queries: int, head_d
         plain = [[row for head in part for row in head] for part in (query, *others)]
         if got in (plain, [plain[0], *repeated]):
             return order
-    raise _unsound(path, queries, got)
+    raise _unknown_order(path, queries, got)
 
 
 def _rows_of(order: AttentionOrder, part: int) -> list[list[float]]:
@@ -151,32 +152,32 @@ def _rows_of(order: AttentionOrder, part: int) -> list[list[float]]:
     return [[float(first + group * order.stride(part) + row) for row in range(width)] for group in range(order.groups)]
 
 
-def _unsound(path: str, queries: int, got: Any) -> LayoutError:
+def _unknown_order(path: str, queries: int, got: Any) -> LayoutError:
     text = got if isinstance(got, str) else f"the first rows of queries, keys and values are {[p[:4] for p in got]}"
     if queries > 1:
         return LayoutError(
-            f"{path}: this code's attention does not take apart what it projects as grouped queries are laid out "
+            f"{path}: this code's attention does not split its projection as grouped queries are laid out "
             f"(--num-key-value-heads; {queries} queries for each key and value). Upstream cuts its local projection "
             "into equal thirds, which is right without grouped queries only. Train without that flag, or on a fork "
             f"that supports it. ({text})"
         )
     return LayoutError(
-        f"{path}: in which order this attention keeps the rows of {_PROJECTION} could not be found out by running it "
-        "on marked numbers, and a wrong one would scramble queries, keys and values without a word. Please report this "
-        f"model. ({text})"
+        f"{path}: the row order of this attention's {_PROJECTION} could not be determined by running it on marked "
+        "numbers, and a wrong one would silently scramble queries, keys and values. Please report this model. "
+        f"({text})"
     )
 
 
 @contextmanager
 def _probed(attention: nn.Module, answer: nn.Module) -> Iterator[None]:
-    """For a while, the attention has this projection, twice as many heads, and no other layers of its own."""
+    """Give the attention this projection, twice as many heads, and no other layers of its own, for a while."""
     children = dict(attention._modules)
     counts = ("num_attention_heads_per_partition", "num_key_value_heads_per_partition")
     sizes = ("projection_size", "kv_projection_size")  # what the code for DeepSpeed's sequence parallelism cuts by
     doubled = {name: vars(attention)[name] for name in (*counts, *sizes) if name in vars(attention)}
     try:
         for name in children:
-            attention._modules[name] = answer if name == _PROJECTION else _Witness()
+            attention._modules[name] = answer if name == _PROJECTION else _Capture()
         for name, value in doubled.items():
             setattr(attention, name, 2 * value)
         yield
@@ -186,7 +187,7 @@ def _probed(attention: nn.Module, answer: nn.Module) -> Iterator[None]:
 
 
 def _check_halves(path: str, mlp: nn.Module) -> None:
-    """Raise LayoutError unless the activation makes element i of elements i and i + width of its input."""
+    """Check that the activation computes element i from elements i and i + width of its input."""
     width = 4
     numbers = torch.linspace(0.5, 1.5, 2 * width, requires_grad=True)
     with torch.enable_grad():
@@ -194,6 +195,6 @@ def _check_halves(path: str, mlp: nn.Module) -> None:
     assert numbers.grad is not None
     if numbers.grad.nonzero().flatten().tolist() != [1, 1 + width]:
         raise LayoutError(
-            f"{path}: its activation halves its input, but not into a first and a second half, so how dense_h_to_4h is "
-            "cut over tensor-parallel ranks is not known. Please report this model."
+            f"{path}: its activation halves its input, but not into a first and a second half, so the layout of "
+            "dense_h_to_4h is unknown. Please report this model."
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rule per parameter out of what several sources claim.
+"""One rule per parameter out of the claims of several sources.
 
-The highest trust wins. A lower source that says otherwise is overridden, with one warning in all that lists what was.
-One that only says more (sub-parameters of what attributes call one block, copies that are to be averaged) is followed.
-It is an error if two sources of equal trust disagree, or if a parameter has no source, or none but a doubtful one.
+The highest trust wins. A lower source that contradicts it is overridden, with one warning that lists all such rules. A
+lower source that only adds detail (sub-parameters of one block, copies that are to be averaged) is followed. It is an
+error if two sources of equal trust disagree, or if a parameter has no source, or only a doubtful one.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.build import build_layout
-from megads_ucp.layout.rule import Rule
+from megads_ucp.layout.layout import build_layout
+from megads_ucp.layout.rule import Rule, Shapes
 
 _SHOWN = 10  # lines of a message about many parameters
-
-
-Shapes = Sequence[tuple[int, ...]]  # of one parameter's shards, per TP rank
 
 
 class Trust(IntEnum):
     """How far a source is believed."""
 
-    DEFAULT = 0  # a convention and nobody's statement: overridden without a word
+    DEFAULT = 0  # a mere convention: overridden silently
     PATTERNS = 1  # the client's name patterns
-    INTEGRATION = 2  # our own knowledge of a client
-    ATTRIBUTES = 3  # the layers' attributes: where a parameter is cut, though not always how finely
-    LAYERS = 4  # the layers' own full description
+    ATTRIBUTES = 2  # the layers' attributes: where a parameter is cut, though not always how finely
+    LAYERS = 3  # the layers' own full description
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one source says: rules by parameter name. ``doubts``: why, for some, it must not be the only source."""
+    """What one source says.
+
+    Attributes:
+        source: its name.
+        trust: how far it is believed.
+        rules: by parameter name.
+        doubts: why, for some parameters, it must not be the only source.
+    """
 
     source: str
     trust: Trust
@@ -44,7 +47,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Resolution:
-    """The rules to build Layouts from, for every parameter asked for, and warnings for the user."""
+    """The rules to build Layouts from, by parameter name, and warnings for the user."""
 
     rules: Mapping[str, Rule]
     warnings: tuple[str, ...]
@@ -59,14 +62,20 @@ def resolve(
     vocabulary: Mapping[str, int] | None = None,
     unused_patterns: Iterable[str] = (),
 ) -> Resolution:
-    """Chooses a rule for each of ``names``, whose shards have ``shard_shapes[name][tp_rank]``.
+    """Choose a rule for each parameter.
 
-    vocabulary       the real rows of parameters with a padded vocabulary. The padding is cut, whichever source
-                     describes the geometry.
-    unused_patterns  name patterns that match no parameter of any pipeline stage. No harm, unless a parameter at TP > 1
-                     rests on the stock converter's default alone, which is what a mistyped pattern would leave it to.
+    Args:
+        names: the parameters.
+        shard_shapes: per name, shapes of its shards by TP rank.
+        claims: of all sources.
+        tp_degree: number of tensor-parallel ranks.
+        vocabulary: real rows of parameters with a padded vocabulary. The padding is cut, whichever source describes the
+            geometry.
+        unused_patterns: name patterns that match no parameter of any pipeline stage. Harmless, unless a parameter at
+            TP > 1 rests on the stock converter's default alone, as it would after a typo in a pattern.
 
-    Raises LayoutError that lists every parameter without a trustworthy rule, why, and what to do.
+    Raises:
+        LayoutError: some parameters have no trustworthy rule; the message lists all of them, why, and what to do.
     """
     ordered = sorted(claims, key=lambda claim: -claim.trust)
     unused = sorted(unused_patterns)
@@ -74,14 +83,14 @@ def resolve(
     problems: dict[str, str] = {}
     overridden: list[_Override] = []
     for name in names:
-        verdict = _decide(name, shard_shapes[name], ordered, tp_degree)
-        if isinstance(verdict, str):
-            problems[name] = verdict
-        elif verdict.by_default and unused and tp_degree > 1:
+        choice = _choose(name, shard_shapes[name], ordered, tp_degree)
+        if isinstance(choice, str):
+            problems[name] = choice
+        elif choice.by_default and unused and tp_degree > 1:
             problems[name] = f"no pattern matches it, while these match nothing: {_list(unused)}"
         else:
-            chosen[name] = _with_vocabulary(verdict.rule, (vocabulary or {}).get(name))
-            overridden += [_Override(name, loser, verdict.rule) for loser in verdict.overridden]
+            chosen[name] = _with_vocabulary(choice.rule, (vocabulary or {}).get(name))
+            overridden += [_Override(name, loser, choice.rule) for loser in choice.overridden]
     if problems:
         raise _unresolved(problems, shard_shapes)
     return Resolution(chosen, (_warning(overridden),) if overridden else ())
@@ -95,16 +104,16 @@ class _Override:
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """A parameter's rule. ``by_default``: nobody said so, and the tensors are put together along dim 0."""
+class _Choice:
+    """A parameter's rule, and the rules it overrides; ``by_default``: concatenated along dim 0 for want of a source."""
 
     rule: Rule
     overridden: tuple[Rule, ...] = ()
     by_default: bool = False
 
 
-def _decide(name: str, shapes: Shapes, ordered: Sequence[Claim], tp_degree: int) -> _Verdict | str:
-    """The verdict on one parameter, or why there is none."""
+def _choose(name: str, shapes: Shapes, ordered: Sequence[Claim], tp_degree: int) -> _Choice | str:
+    """The choice for one parameter, or why there is none."""
     stated = [claim for claim in ordered if name in claim.rules and claim.trust > Trust.DEFAULT]
     sure = [claim for claim in stated if name not in claim.doubts]
     if not sure:
@@ -114,43 +123,43 @@ def _decide(name: str, shapes: Shapes, ordered: Sequence[Claim], tp_degree: int)
     rule = top.rules[name]
     for other in sure[1:]:
         if other.trust == top.trust and not _agree(name, rule, other.rules[name], shapes):
-            return f"{_says(rule)}, but {_says(other.rules[name])}, and both are trusted equally"
+            return f"{_statement(rule)}, but {_statement(other.rules[name])}, and both are trusted equally"
     lower = [claim for claim in stated if claim.trust < top.trust]
     finer = _finer(name, rule, top.trust, lower)
     if finer is not None and name in finer.doubts:
-        return f"{_says(rule)}; whether in sub-parameters is in doubt: {finer.doubts[name]}"
+        return f"{_statement(rule)}; whether in sub-parameters is in doubt: {finer.doubts[name]}"
     chosen = rule if finer is None else finer.rules[name]
-    # Who says less (replicated of what is averaged, one block of what is several) is refined, not overridden.
-    # An affine map can be compared with either.
+    # A coarser rule (replicated for averaged, one block for several) is refined, not overridden. An affine map needs no
+    # such care, since it can be compared with any rule.
     losers = [claim.rules[name] for claim in lower if not _agree(name, chosen, claim.rules[name], shapes)]
     if chosen.kind != "affine":
         losers = [loser for loser in losers if not _refines(chosen, loser)]
-    return _Verdict(chosen, tuple(losers))
+    return _Choice(chosen, tuple(losers))
 
 
 def _finer(name: str, rule: Rule, trust: Trust, lower: Sequence[Claim]) -> Claim | None:
-    """The claim of lower trust that tells more about the parameter than ``rule``, and does not contradict it."""
-    # Whether copies drift apart is a matter of how they are trained. Layers call all copies replicated; only the
-    # client can know better.
+    """The claim of lower trust that adds detail to ``rule`` without contradicting it."""
+    # Whether copies drift apart depends on how they are trained. Layers call all copies replicated; only the client can
+    # know better.
     if rule.kind == "replicated":
         sure = (claim for claim in lower if name not in claim.doubts)
         return next((claim for claim in sure if _refines(claim.rules[name], rule)), None)
-    # Attributes know no sub-parameters where a client keeps them to itself, so the next source may say more.
+    # Attributes do not show all sub-parameters, so the next source may add them.
     if trust == Trust.ATTRIBUTES and lower and _refines(lower[0].rules[name], rule):
         return lower[0]
     return None
 
 
-def _by_default(name: str, shapes: Shapes, ordered: Sequence[Claim], tp_degree: int) -> _Verdict | str:
+def _by_default(name: str, shapes: Shapes, ordered: Sequence[Claim], tp_degree: int) -> _Choice | str:
     for claim in ordered:
         if name in claim.rules:
             rule = claim.rules[name]
-            return _Verdict(rule, by_default=rule.kind == "split")
+            return _Choice(rule, by_default=rule.kind == "split")
     if tp_degree > 1:
         return "no source describes it"
     # Nothing is cut at TP 1, and cat_dim 0 is what the stock converter writes then (it cannot write scalars).
     source = "no tensor parallelism"
-    return _Verdict(Rule("split", source, dim=0) if shapes[0] else Rule("replicated", source))
+    return _Choice(Rule("split", source, dim=0) if shapes[0] else Rule("replicated", source))
 
 
 def _with_vocabulary(rule: Rule, rows: int | None) -> Rule:
@@ -162,7 +171,7 @@ def _agree(name: str, rule: Rule, other: Rule, shapes: Shapes) -> bool:
     if rule == other:
         return True
     if rule.kind == other.kind == "split":
-        # At TP 1 too: nothing is cut yet, but a later run will cut by what is written now.
+        # At TP 1 too: nothing is cut yet, but a later run will cut by the metadata written now.
         return rule.dim == other.dim and _widths(rule, shapes) == _widths(other, shapes)
     if len(shapes) == 1:
         return True
@@ -192,8 +201,7 @@ def _widths(rule: Rule, shapes: Shapes) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _refines(finer: Rule, coarse: Rule) -> bool:
-    """Whether ``finer`` tells the sub-parameters of what ``coarse`` calls one block split along the same dimension, or
-    that copies which ``coarse`` calls replicated are to be averaged."""
+    """Whether ``finer`` adds sub-parameters to a plain split along the same dim, or averages replicated copies."""
     if coarse.kind == "replicated":
         return finer.kind == "averaged"
     if coarse.kind != "split" or coarse.style != "plain":
@@ -201,7 +209,7 @@ def _refines(finer: Rule, coarse: Rule) -> bool:
     return finer.kind == "affine" or (finer.kind == "split" and finer.dim == coarse.dim and finer.style != "plain")
 
 
-def _says(rule: Rule) -> str:
+def _statement(rule: Rule) -> str:
     return f"{rule.source} says {_describe(rule)}"
 
 
@@ -218,10 +226,10 @@ def _describe(rule: Rule) -> str:
 
 
 def _warning(overridden: Sequence[_Override]) -> str:
-    """One text for all overridden rules: a line per rule and what overrides it, with the parameters concerned."""
+    """One warning for all overridden rules: a line per rule and its winner, with the parameters concerned."""
     groups: dict[tuple[str, str], list[str]] = {}
     for override in overridden:
-        groups.setdefault((_says(override.loser), _says(override.winner)), []).append(override.name)
+        groups.setdefault((_statement(override.loser), _statement(override.winner)), []).append(override.name)
     lines = [f"  {_list(names, 3)}: {loser}, but {winner}" for (loser, winner), names in groups.items()]
     count = len({override.name for override in overridden})
     return "\n".join(

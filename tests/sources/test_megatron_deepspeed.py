@@ -16,7 +16,7 @@ from torch import nn
 
 from megads_ucp.errors import LayoutError
 from megads_ucp.layout.attention import QKV_ORDER, AttentionOrder, Order, reordering_map
-from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import build_layout
 from megads_ucp.layout.rule import Rule
 from megads_ucp.load.checkpoint import Checkpoint
 from megads_ucp.load.remarks import order_taken_for_granted
@@ -188,7 +188,7 @@ def test_an_order_that_nobody_knows_is_refused() -> None:
         *model.attention.query_key_value(hidden)[0].flip(-1).chunk(3, dim=-1), mask
     )
 
-    with pytest.raises(LayoutError, match=r"attention: in which order .* could not be found out"):
+    with pytest.raises(LayoutError, match=r"attention: the row order of .* could not be determined"):
         rules(model, 1)
 
 

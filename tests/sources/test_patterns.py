@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.build import build_layout
-from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.layout import Layout, build_layout
 from megads_ucp.layout.rule import Rule
 from megads_ucp.sources.patterns import PatternRules, rules_from_patterns
 from megads_ucp.sources.resolve import Claim, Resolution, Trust, resolve
