@@ -108,7 +108,7 @@ def test_the_stock_converter_and_the_stock_load_of_a_pipeline(kind: str, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_tied_copy_that_has_drifted_is_told_of_and_the_first_one_exported(tmp_path: Path) -> None:
+def test_a_tied_copy_that_has_drifted_is_warned_of_and_the_first_one_exported(tmp_path: Path) -> None:
     """Of what is tied, and of nothing else that the module holds: the spare positions differ all the time."""
 
     def body() -> list[str]:
@@ -126,8 +126,8 @@ def test_a_tied_copy_that_has_drifted_is_told_of_and_the_first_one_exported(tmp_
 
     (message,), *others = run_ranks(body, PP2DP2.world)
     assert others == [[]] * 3
-    told = "copies have drifted apart: parameter tied_modules.embed.word_embeddings.weight, state fp32: "
-    assert message.startswith(told) and message.count(" state ") == 1
+    expected = "copies have drifted apart: parameter tied_modules.embed.word_embeddings.weight, state fp32: "
+    assert message.startswith(expected) and message.count(" state ") == 1
     assert "on later pipeline stages differs" in message and " in 1 element, by up to 0.25, at [0, 5]: " in message
     assert_same_tensors(tmp_path / "drifted" / UNIVERSAL, tmp_path / "agreeing" / UNIVERSAL)
 

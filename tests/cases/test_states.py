@@ -105,7 +105,7 @@ BUFFERS = ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var", 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16_optimizer"])
 def test_frozen_weights_and_buffers_come_back(kind: str, tmp_path: Path) -> None:
-    """S3, and S9 with the same model: what a save was told to leave out keeps the target's values, with one warning."""
+    """S3, and S9 with the same model: what a save leaves out on request keeps the target's values, with one warning."""
     recipe = Recipe(kind, Adapted)
 
     def source() -> dict[str, torch.Tensor]:
@@ -302,10 +302,10 @@ def test_a_save_before_the_first_step(kind: str, tmp_path: Path) -> None:
     assert run_ranks(from_a_trained_engine, 2)[0] == losses
 
 
-# ---------------------------------------------------------------------------------------- S7: what a load may be told
+# ------------------------------------------------------------------------------------- S7: what a load leaves alone
 
 
-def test_what_a_load_is_told_to_leave_alone(tmp_path: Path) -> None:
+def test_what_a_load_leaves_alone_on_request(tmp_path: Path) -> None:
     """S7: each flag, on an engine that has trained a little itself."""
     recipe = Recipe("fp32", scheduler=cosine)
     run_ranks(lambda: recipe.saved(tmp_path / "source", before=4) and None, 2)

@@ -86,9 +86,9 @@ def test_l1_the_first_models_group_is_everyones(first: int) -> None:
         return [topology(one), topology(other)]
 
     spoiled, result = without_and_with(body, 4)
-    mine, theirs = (TP4, TP2DP2) if first == 4 else (TP2DP2, TP4)
-    assert spoiled == [mine, mine]
-    assert result == [mine, theirs]
+    first_asked, second_asked = (TP4, TP2DP2) if first == 4 else (TP2DP2, TP4)
+    assert spoiled == [first_asked, first_asked]
+    assert result == [first_asked, second_asked]
 
 
 def test_l2_tp_model_init_of_one_model_cuts_the_others() -> None:

@@ -65,7 +65,7 @@ STOCK_TIED = {**gpt.STOCK_INFO, "vocabulary_parameter_patterns": [r".*word_embed
 
 @pytest.mark.slow
 def test_a_vocabulary_may_lose_its_padding_but_no_word(tmp_path: Path) -> None:
-    """A target that is padded further takes the file; one with fewer rows is told of both shapes, on all ranks."""
+    """A target that is padded further takes the file; one with fewer rows is refused with both shapes, on all ranks."""
     case = replace(gpt_case(layers=1), info=lambda tp: STOCK_TIED)
     export(case, 1, 1, tmp_path / "ours", after=0)
     stock.convert(tmp_path / "ours" / TAG, tmp_path / "stock" / UNIVERSAL)
@@ -186,9 +186,9 @@ def test_frozen_weights_that_a_stock_directory_has_wrong_or_not_at_all(tmp_path:
         engine.module.seen += 5
         train(engine, case.batches(0, 1))
         case.save(engine, 2, tmp_path / "ours")
-        told = {"universal_checkpoint_info": STOCK_TIED}
+        client_state = {"universal_checkpoint_info": STOCK_TIED}
         excluding = str(tmp_path / "excluding")
-        engine.save_checkpoint(excluding, tag=TAG, client_state=told, exclude_frozen_parameters=True)
+        engine.save_checkpoint(excluding, tag=TAG, client_state=client_state, exclude_frozen_parameters=True)
         return contents(engine)
 
     saved = run_ranks(source, 2)[0]
@@ -212,7 +212,7 @@ def test_frozen_weights_that_a_stock_directory_has_wrong_or_not_at_all(tmp_path:
         assert all(torch.equal(loaded[name], saved[name]) for name in [*whole, "seen"])
         (listed,) = [message for message in messages if "keep the values" in message]
         assert all(f"{name} (of which it has one tensor-parallel rank's shard)" in listed for name in FROZEN_SHARDED)
-        assert all(not theirs for theirs, _, _ in others)
+        assert all(not logged for logged, _, _ in others)
 
         (messages, loaded, kept), *others = run_ranks(target, tp, tp, tmp_path / "stock excluding")
         assert sorted(kept) == sorted([*FROZEN_SHARDED, *whole])
@@ -232,7 +232,7 @@ def test_frozen_weights_that_a_stock_directory_has_wrong_or_not_at_all(tmp_path:
 def test_a_frozen_vocabulary_keeps_its_padding_in_a_stock_directory(tmp_path: Path) -> None:
     """A target that is padded alike takes it; nobody knows which rows are real, so another is refused."""
     embedding = "embedding.word_embeddings.weight"
-    told = {**gpt.STOCK_INFO, "vocabulary_parameter_patterns": [r"output_layer\.weight$"], "original_vocab_size": 40}
+    info = {**gpt.STOCK_INFO, "vocabulary_parameter_patterns": [r"output_layer\.weight$"], "original_vocab_size": 40}
 
     def of_rows(rows: int) -> Case:
         def build(tp: int) -> tuple[nn.Module, Any]:
@@ -240,7 +240,7 @@ def test_a_frozen_vocabulary_keeps_its_padding_in_a_stock_directory(tmp_path: Pa
             model.get_parameter(embedding).requires_grad_(False)
             return model, mpu
 
-        return Case(build, gpt.shard, gpt.gpt_batches, info=lambda tp: told)
+        return Case(build, gpt.shard, gpt.gpt_batches, info=lambda tp: info)
 
     export(of_rows(48), 1, 1, tmp_path / "ours", after=0)
     stock.convert(tmp_path / "ours" / TAG, tmp_path / "stock" / UNIVERSAL)
@@ -307,16 +307,16 @@ def test_a_frozen_parameter_of_another_size_is_refused(tmp_path: Path) -> None:
 
     def body() -> list[str]:
         megads_ucp.install()
-        told = []
+        messages = []
         for source in (tmp_path / "ours", tmp_path / "stock"):
             engine = Recipe("fp32", frozen((6, 13, 11, 5))).engine(resuming=True)
             fresh = contents(engine)
             with pytest.raises(UniversalCheckpointError) as caught:
                 engine.load_checkpoint(str(source))
             assert changed(engine, fresh) == []
-            told.append(str(caught.value))
-        return told
+            messages.append(str(caught.value))
+        return messages
 
     first, *others = run_ranks(body, 2)
     assert others == [first]
-    assert all("layers.0.weight" in told and "(13, 7)" in told and "(13, 6)" in told for told in first)
+    assert all("layers.0.weight" in message and "(13, 7)" in message and "(13, 6)" in message for message in first)

@@ -45,7 +45,7 @@ from tests.support.runs import (
 
 
 class Tied(nn.Module):
-    """An input and an output layer that share their weight, unless they are told not to."""
+    """An input and an output layer that share their weight, unless asked not to."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -104,19 +104,19 @@ def test_a_parameter_that_was_frozen_has_no_states(name: str, tmp_path: Path) ->
 
     def body() -> list[str]:
         megads_ucp.install(EXPORTING)
-        told = []
+        messages = []
         for source in (tmp_path / "ours", tmp_path / "stock"):
             engine = Recipe("fp32", lambda: Tied(False)).engine(resuming=True)
             fresh = contents(engine)
             with pytest.raises(UniversalCheckpointError) as caught:
                 engine.load_checkpoint(str(source))
             assert changed(engine, fresh) == []
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
             engine.load_checkpoint(str(source), load_optimizer_states=False)
             assert [
                 key for key, value in contents(engine).items() if not torch.equal(value, saved[f"{key}/fp32"])
             ] == []
-        return told
+        return messages
 
     first, *others = run_ranks(body, 3)
     assert others == [first] * 2
@@ -128,12 +128,12 @@ def test_a_parameter_that_was_frozen_has_no_states(name: str, tmp_path: Path) ->
 def test_client_state_and_the_learning_rate_schedule_come_back(tmp_path: Path) -> None:
     """Whatever objects are in it, from either kind of directory, as a regular load returns it."""
     recipe = Recipe("fp32", scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
-    told = {"iteration": 3, "args": argparse.Namespace(hidden=7), "random": torch.arange(3)}
+    saved = {"iteration": 3, "args": argparse.Namespace(hidden=7), "random": torch.arange(3)}
 
     def source() -> dict[str, Any]:
         engine = recipe.saved(tmp_path / "unused")
         info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.4}}
-        engine.save_checkpoint(str(tmp_path / "ours"), tag=TAG, client_state={**told, **info})
+        engine.save_checkpoint(str(tmp_path / "ours"), tag=TAG, client_state={**saved, **info})
         return dict(engine.lr_scheduler.state_dict())
 
     schedule = run_ranks(source, 2)[0]
@@ -154,7 +154,7 @@ def test_client_state_and_the_learning_rate_schedule_come_back(tmp_path: Path) -
             assert path == expected[0] and steps == expected[3] == 3
             assert rates == expected[2] == schedule
             assert list(stock.differences(client, expected[1], "client")) == []
-            assert list(stock.differences({key: client[key] for key in told}, told, "client")) == []
+            assert list(stock.differences({key: client[key] for key in saved}, saved, "client")) == []
 
 
 # ------------------------------------------------------------------------------------- what else a run keeps

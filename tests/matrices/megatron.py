@@ -145,11 +145,11 @@ def line(host: Host, case: Case, folder: Path, stock: bool) -> tuple[str, bool]:
         difference, equal = resume(host, case, source, target)
         right &= equal and difference <= TOLERANCE[case.kind]
         ours.append(f"{target} {difference:.0e}{'' if equal else ' OTHER BITS'}")
-    theirs = "not asked"
+    stock_cell = "not asked"
     if stock:
         failed = convert(host, source)
-        theirs = failed or ", ".join(stock_resume(host, case, source, target) for target in case.targets)
-    return f"| {case} | {', '.join(ours)} | {theirs} |", right
+        stock_cell = failed or ", ".join(stock_resume(host, case, source, target) for target in case.targets)
+    return f"| {case} | {', '.join(ours)} | {stock_cell} |", right
 
 
 def main() -> int:

@@ -112,9 +112,9 @@ def test_a_rank_killed_during_an_export_leaves_the_older_one_and_the_others_say_
         arm = lambda processes: before(moment, partial(kill, [processes[victim]]))  # noqa: E731
         return killed_during_an_export(tmp_path, victim, arm)
 
-    told = run_ranks(body, 3, expect_death={victim: signal.SIGKILL})
+    reported = run_ranks(body, 3, expect_death={victim: signal.SIGKILL})
 
-    for messages, elapsed in [told[rank] for rank in range(3) if rank != victim]:
+    for messages, elapsed in [reported[rank] for rank in range(3) if rank != victim]:
         (message,) = messages
         assert "no universal checkpoint" in message and "new_universal" in message
         # The victim's host serves the key-value store here, so its death leaves nobody to ask who is there.
@@ -227,28 +227,28 @@ def body_of_trouble(save: Path, *troubles: Callable[[Path], None]) -> tuple[list
     engine = initialize(MLP(SIZES), "bf16_optimizer")
     losses = train(engine, mlp_batches(0, 1))
     engine.save_checkpoint(str(save), tag="old")
-    told = []
+    reported = []
     for step, trouble in enumerate(troubles, start=1):
         losses += train(engine, mlp_batches(step, step + 1))
         trouble(save)
         dist.barrier()
         with reports() as messages:
             engine.save_checkpoint(str(save), tag=str(step))
-        told.append(messages)
+        reported.append(messages)
         assert (save / LATEST).read_text() == "old_universal"
     losses += train(engine, mlp_batches(len(troubles) + 1, len(troubles) + 3))
-    return told, losses
+    return reported, losses
 
 
 def undisturbed_losses(steps: int) -> list[float]:
     return run_ranks(lambda: train(initialize(MLP(SIZES), "bf16_optimizer"), mlp_batches(0, steps)), 2)[0]
 
 
-def assert_told(told: list[list[str]], pattern: str) -> None:
+def assert_reported(reported: list[list[str]], pattern: str) -> None:
     """Every rank has reported the same one failure, which matches."""
-    assert [len(messages) for messages in told] == [1] * len(told), told
-    assert len({messages[0] for messages in told}) == 1
-    assert re.search(pattern, told[0][0]), told[0][0]
+    assert [len(messages) for messages in reported] == [1] * len(reported), reported
+    assert len({messages[0] for messages in reported}) == 1
+    assert re.search(pattern, reported[0][0]), reported[0][0]
 
 
 def on_rank(rank: int, act: Callable[[], object]) -> None:
@@ -298,11 +298,11 @@ def test_trouble_with_files_is_reported_on_all_ranks_and_training_goes_on(tmp_pa
         )
 
     ranks = run_ranks(body, 2)
-    failed, in_the_way, deleted, incomplete = ([told[i] for told, _ in ranks] for i in range(4))
-    assert_told(failed, r"1_universal.* rank 1: cannot write .*zero/.*\.pt: File too large")
-    assert_told(in_the_way, r"rank 0: cannot export to .*2_universal: a file of that name is in the way")
-    assert_told(deleted, r"3_universal.* rank 1: cannot (write|create) .*zero/.*deleted meanwhile")
-    assert_told(incomplete, r"rank 0: cannot complete .*layers.1.bias/exp_avg.pt: .*deleted meanwhile")
+    failed, in_the_way, deleted, incomplete = ([reported[i] for reported, _ in ranks] for i in range(4))
+    assert_reported(failed, r"1_universal.* rank 1: cannot write .*zero/.*\.pt: File too large")
+    assert_reported(in_the_way, r"rank 0: cannot export to .*2_universal: a file of that name is in the way")
+    assert_reported(deleted, r"3_universal.* rank 1: cannot (write|create) .*zero/.*deleted meanwhile")
+    assert_reported(incomplete, r"rank 0: cannot complete .*layers.1.bias/exp_avg.pt: .*deleted meanwhile")
     assert ranks[0][1] == undisturbed_losses(7)
     (tmp_path / "2_universal").unlink()
     assert entries(tmp_path) == sorted(["latest", LATEST, "old", "old_universal", *"1234"])  # nothing half-done
@@ -334,8 +334,12 @@ def test_a_disk_that_is_full_or_read_only(tmp_path):
 
     with small_disk(tmp_path / "disk", 4 << 20) as save:
         ranks = run_ranks(partial(body_of_trouble, save, full, read_only, writable), 2)
-        assert_told([told[0] for told, _ in ranks], r"1_universal.*rank.*: cannot .*No space left.*free space there")
-        assert_told([told[1] for told, _ in ranks], r"2_universal.*rank 0: cannot create .*: Read-only file system")
+        assert_reported(
+            [messages[0] for messages, _ in ranks], r"1_universal.*rank.*: cannot .*No space left.*free space there"
+        )
+        assert_reported(
+            [messages[1] for messages, _ in ranks], r"2_universal.*rank 0: cannot create .*: Read-only file system"
+        )
         assert ranks[0][1] == undisturbed_losses(6)
         assert_complete(save / "old_universal")
         assert not list(save.glob(".*"))
@@ -375,7 +379,7 @@ def test_a_save_dir_that_not_all_ranks_see_is_refused(tmp_path):
         return hidden, differing
 
     ranks = run_ranks(body, 2, tmp_path / "save")
-    assert_told([hidden for hidden, _ in ranks], r"rank 1: this rank .* does not see .*all ranks share")
+    assert_reported([hidden for hidden, _ in ranks], r"rank 1: this rank .* does not see .*all ranks share")
     for rank, (_, differing) in enumerate(ranks):
         assert f"save{rank}" in differing[0] and "rank 1: this rank" in differing[0]
     assert entries(tmp_path / "save") == ["1", "latest"]
@@ -505,14 +509,14 @@ def failing_loads(save: Path, tags: list[str]) -> tuple[dict[str, str], float]:
     install()
     engine = initialize(MLP(), "fp32", config={"checkpoint": {"load_universal": True}})
     train(engine, mlp_batches(5, 6))
-    told, live = {}, live_tensors(engine)
+    reported, live = {}, live_tensors(engine)
     for tag in tags:
         with pytest.raises(UniversalCheckpointError) as raised:
             engine.load_checkpoint(str(save / tag), tag="one_universal")
-        told[tag] = str(raised.value)
+        reported[tag] = str(raised.value)
         assert all(map(torch.equal, live, live_tensors(engine))), tag
     engine.load_checkpoint(str(save / "exports"), tag="one_universal")
-    return told, train(engine, mlp_batches(1, 2))[0]
+    return reported, train(engine, mlp_batches(1, 2))[0]
 
 
 def test_a_damaged_file_is_found_by_name_on_all_ranks_before_anything_changes(tmp_path, exports):
@@ -522,10 +526,10 @@ def test_a_damaged_file_is_found_by_name_on_all_ranks_before_anything_changes(tm
         damage(tmp_path / name / "one_universal", file)
 
     ranks = run_ranks(failing_loads, 2, tmp_path, list(DAMAGES))
-    told, loss = ranks[0]
-    assert told == ranks[1][0]
+    reported, loss = ranks[0]
+    assert reported == ranks[1][0]
     for name, (_, file, reason) in DAMAGES.items():
-        assert file in told[name] and reason in told[name], f"{name}: {told[name]}"
+        assert file in reported[name] and reason in reported[name], f"{name}: {reported[name]}"
     assert loss == undamaged_loss()
 
 
@@ -573,8 +577,8 @@ def test_pickles_that_run_code_do_not_run_when_a_checkpoint_is_loaded(tmp_path, 
 
     ranks = run_ranks(failing_loads, 2, tmp_path, tags)
     assert not (tmp_path / "ran").exists()
-    for told, _ in ranks:
+    for reported, _ in ranks:
         for tag, file in zip(tags, files, strict=True):
-            assert file in told[tag] and "mkdir" in told[tag] and "not run" in told[tag]
+            assert file in reported[tag] and "mkdir" in reported[tag] and "not run" in reported[tag]
     torch.load(tmp_path / tags[0] / "one_universal" / files[0], weights_only=False)  # the bomb is live
     assert (tmp_path / "ran").exists()

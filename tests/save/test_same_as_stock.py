@@ -46,9 +46,9 @@ def test_the_stock_converter_and_the_stock_load(kind: str, tmp_path: Path) -> No
     target = Recipe("fp32_zero2") if kind.startswith("round_robin") else recipe
     rel = 0 if target is recipe else 1e-5
     assert stock_resume(target, 2, tmp_path / "ours") == pytest.approx(losses, rel=rel)
-    theirs = stock_resume(target, 3, tmp_path / "stock")
-    assert stock_resume(target, 3, tmp_path / "ours") == theirs
-    assert theirs == pytest.approx(losses, rel=5e-3)
+    stock_losses = stock_resume(target, 3, tmp_path / "stock")
+    assert stock_resume(target, 3, tmp_path / "ours") == stock_losses
+    assert stock_losses == pytest.approx(losses, rel=5e-3)
 
     if kind != "bf16_optimizer":  # whose checkpoints zero_to_fp32 does not know
         assert_consolidates(tmp_path / "ours")
@@ -67,7 +67,7 @@ def assert_consolidates(directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16_optimizer", "round_robin"])
 def test_a_resume_from_the_stock_converters_directory(kind: str, tmp_path: Path) -> None:
-    """Parameter groups, which it does not name, are matched by position; a run with several is told so, once."""
+    """Parameter groups, which it does not name, are matched by position; a run with several is warned of it, once."""
     recipe = Recipe(kind)
     losses = export(recipe, 2, tmp_path / "ours")
     stock.convert(tmp_path / "ours" / TAG, tmp_path / "stock" / UNIVERSAL)

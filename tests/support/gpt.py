@@ -95,7 +95,7 @@ def configure(
 ) -> TransformerConfig:
     """Sets up tensor parallelism of the given degree and returns what megatron-core's layers are built of.
 
-    stages: of a DeepSpeed pipeline, of which megatron-core is told only so that its groups are those of one stage.
+    stages: of a DeepSpeed pipeline, which megatron-core only knows of so that its groups are those of one stage.
     """
     cpu_shims.install_without_accelerator()
     parallel_state.initialize_model_parallel(tp, pipeline_model_parallel_size=stages)

@@ -176,7 +176,7 @@ def _warn_of_threads() -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """What one rank is told."""
+    """What one rank needs to know."""
 
     rank: int
     world: int
@@ -196,10 +196,10 @@ class _Rank:
         context = multiprocessing.get_context("fork")
         self.job = job
         self.outcome: Outcome | None = None
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_rank_main, args=(job, theirs, fn, args), name=f"rank {job.rank}")
+        self.pipe, far_end = context.Pipe()
+        self.process = context.Process(target=_rank_main, args=(job, far_end, fn, args), name=f"rank {job.rank}")
         self.process.start()
-        theirs.close()
+        far_end.close()
 
     def poll(self) -> None:
         """Fills `outcome` if the rank has reported or died."""

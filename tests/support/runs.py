@@ -140,24 +140,24 @@ def assert_resumes(
 
 def assert_same_state(left: Path, right: Path) -> None:
     """Two universal checkpoints, of whatever topologies and precisions, hold the same state of the same parameters."""
-    mine, theirs = states(left), states(right)
-    assert mine and mine.keys() == theirs.keys()
-    found = [line for name in mine for line in differences(mine[name], theirs[name], name)]
+    one, other = states(left), states(right)
+    assert one and one.keys() == other.keys()
+    found = [line for name in one for line in differences(one[name], other[name], name)]
     found += differences(hyperparameters(left), hyperparameters(right), "param_groups")
     assert not found, f"{left} differs from {right}:\n" + "\n".join(found[:20])
 
 
 def same_bits(left: Path, right: Path) -> bool:
-    mine, theirs = states(left), states(right)
-    return mine.keys() == theirs.keys() and not any(
-        line for name in mine for line in differences(mine[name], theirs[name], name)
+    one, other = states(left), states(right)
+    return one.keys() == other.keys() and not any(
+        line for name in one for line in differences(one[name], other[name], name)
     )
 
 
 def assert_same_tensors(left: Path, right: Path) -> None:
-    mine, theirs = tensors(left), tensors(right)
-    assert mine and mine.keys() == theirs.keys()
-    assert [name for name, tensor in mine.items() if not torch.equal(tensor, theirs[name])] == []
+    one, other = tensors(left), tensors(right)
+    assert one and one.keys() == other.keys()
+    assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []
 
 
 def states(universal: Path) -> dict[str, Any]:

@@ -80,15 +80,16 @@ def assert_same_universal(ours: Path, stock: Path, *, ignore: Collection[str] = 
 
 def universal_differences(ours: Path, stock: Path, ignore: Collection[str] = ()) -> Iterator[str]:
     """One line per difference; see assert_same_universal."""
-    left, right = _files(ours, ignore), _files(stock, ignore)
+    roots = ours, stock
+    left, right = (_files(root, ignore) for root in roots)
     yield from (f"{name}: missing" for name in sorted(right - left))
     yield from (f"{name}: not expected" for name in sorted(left - right))
     for name in sorted(left & right):
-        mine, theirs = (torch.load(root / name, map_location="cpu", weights_only=False) for root in (ours, stock))
+        exported, converted = (torch.load(root / name, map_location="cpu", weights_only=False) for root in roots)
         if name.startswith("mp_rank_"):
-            mine.pop("module", None)
-            theirs.pop("module", None)
-        yield from differences(mine, theirs, name)
+            exported.pop("module", None)
+            converted.pop("module", None)
+        yield from differences(exported, converted, name)
 
 
 def differences(left: Any, right: Any, where: str) -> Iterator[str]:
