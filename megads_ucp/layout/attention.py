@@ -80,13 +80,9 @@ class AttentionOrder:
 def reordering_map(
     shard_order: AttentionOrder, full_order: AttentionOrder, shape: tuple[int, ...], tp_degree: int
 ) -> ParamAffineMap:
-    """The map of shards whose rows are in one order and a full tensor whose rows are in another.
+    """The map of shards with rows in ``shard_order`` to a full tensor of this shape with rows in ``full_order``.
 
-    Args:
-        shard_order: order of the rows in the shards. Every tensor-parallel rank holds the same number of whole groups.
-        full_order: order of the rows in the full tensor.
-        shape: shape of the full tensor.
-        tp_degree: number of tensor-parallel ranks.
+    Every tensor-parallel rank holds the same number of whole groups.
 
     Raises:
         LayoutError: the two orders have different heads, or the groups do not divide over the ranks.

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.boxes import Ints, cut, index_of, pack_axes, reach
+from megads_ucp.layout.strides import Ints, cut, index_of, pack_axes, reach
 
 if TYPE_CHECKING:
     from megads_ucp.layout.layout import Layout
@@ -105,13 +105,8 @@ def _not_covered(layout: Layout, defect: Defect, shape: Ints, where: str) -> Lay
 def first_defect(sides: Sequence[Side], length: int, *, holes_allowed: bool = False) -> Defect | None:
     """The first address in ``[0, length)`` that non-empty boxes do not hold exactly once; None if they tile it.
 
-    Addresses are read as rows as long as the longest stride. Between two rows where some box begins or ends all rows
-    are alike, so one of them is looked at, in the same way.
-
-    Args:
-        sides: the boxes.
-        length: addresses of the buffer.
-        holes_allowed: whether addresses may be held by no box.
+    With ``holes_allowed``, no box need hold it. Addresses are read as rows as long as the longest stride. Between two
+    rows where some box begins or ends all rows are alike, so one of them is looked at, in the same way.
     """
     for side in sides:
         if side.offset < 0 or side.last >= length:

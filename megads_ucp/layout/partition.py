@@ -42,11 +42,8 @@ class Member:
 class Fragment:
     """A run of one parameter's elements in one rank's partition.
 
-    Attributes:
-        name: the parameter.
-        numel: elements of the run.
-        param_start: index of its first element in the (TP-local, flattened) parameter.
-        partition_start: index of its first element in the partition.
+    The first of them is element `param_start` of the (TP-local, flattened) parameter, and `partition_start` of the
+    partition.
     """
 
     name: str

@@ -2,14 +2,17 @@
 """A source's claim about one parameter: how its tensor-parallel shards make the full tensor.
 
 A :class:`Rule` is such a claim in the terms of the field ("split along dim 1", "two halves", "replicated"). It knows no
-shapes of its own; :func:`megads_ucp.layout.layout.build_layout` checks it against the shards that the ranks really hold.
+shapes of its own; :func:`megads_ucp.layout.layout.build_layout` checks it against the shards that ranks really hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
+from deepspeed.checkpoint.constants import AFFINE_MAP, AFFINE_MAP_VERSION
 
 from megads_ucp.errors import LayoutError
 
@@ -117,3 +120,17 @@ class Rule:
 def _tuples(value: Any) -> Any:
     """``value`` with every list or tuple in it turned into a tuple."""
     return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def check_affine_version(info: Mapping[str, Any]) -> None:
+    """Refuse affine maps of a later format than this DeepSpeed knows, which could be misread.
+
+    Raises:
+        LayoutError: the information has such maps.
+    """
+    version = info.get(AFFINE_MAP, {}).get(AFFINE_MAP_VERSION, AFFINE_MAP_FORMAT_VERSION)
+    if version > AFFINE_MAP_FORMAT_VERSION:
+        raise LayoutError(
+            f"universal_checkpoint_info holds affine maps of version {version}, but this DeepSpeed knows none after "
+            f"{AFFINE_MAP_FORMAT_VERSION}. Update DeepSpeed."
+        )

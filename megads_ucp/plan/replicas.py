@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from megads_ucp.layout.boxes import Box, Ints, clip
+from megads_ucp.layout.boxes import Box, clip
+from megads_ucp.layout.strides import Ints
 from megads_ucp.plan.traffic import chunks, schedule, transfer_limit
 from megads_ucp.plan.types import Extent, Holding, Plan, StateSpec, Subject, Transfer
 
@@ -33,15 +34,9 @@ class Replica(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBlock:
-    """Elements of one block of one state that the same replicas hold.
+    """Elements [start, stop) of one state of ``subjects[subject]`` that the same replicas, two or more, hold.
 
-    Attributes:
-        subject: index of the parameter.
-        state: the parameter's state.
-        start: first element of the block in the full tensor.
-        stop: one past its last element.
-        replicas: the copies, two or more.
-        slot: index of the first replica's checksum among all checksums; the other replicas' follow.
+    The checksum of the first replica is number ``slot`` of all checksums; those of the other replicas follow it.
     """
 
     subject: int

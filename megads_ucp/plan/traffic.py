@@ -71,10 +71,7 @@ def chunks(boxes: Iterable[Box], limit: int) -> Iterator[tuple[tuple[Box, ...], 
 def cut_box(box: Box, limit: int, *, spans: bool = False) -> Iterator[Box]:
     """The box in parts of at most ``limit`` elements, in order.
 
-    Args:
-        box: what to cut.
-        limit: elements.
-        spans: whether all elements of the full tensor between a part's first and last one count, not only its own.
+    With ``spans``, all elements of the full tensor between a part's first and last one count, not only its own.
     """
     size = box.full_span[1] - box.full_span[0] if spans else box.numel
     if size <= limit or not box.shape:
@@ -111,9 +108,7 @@ def schedule(extents: Sequence[Extent], transfers: Iterable[Transfer], bucket_by
             sent[sender, number] += size
             received[writer, number] += size
         reached[writer] = number
-        yield Transfer(
-            transfer.extent, transfer.holding, transfer.boxes, transfer.numel, transfer.copy_index, round=number
-        )
+        yield Transfer(transfer.extent, transfer.holding, transfer.boxes, transfer.numel, transfer.copy_index, number)
 
 
 def _streams(extents: Sequence[Extent], transfers: Iterable[Transfer]) -> dict[int, list[Transfer]]:

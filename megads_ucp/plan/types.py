@@ -25,15 +25,13 @@ MESSAGE_ALIGNMENT = 8
 """In a message, transfers start at multiples of this many bytes, so that any dtype can be viewed in it."""
 
 
+UNOWNED = -1
+"""Group index of frozen parameters and buffers, which no optimizer owns."""
+
+
 @dataclass(frozen=True)
 class StateSpec:
-    """One state of a parameter.
-
-    Attributes:
-        name: as in the file's name: ``fp32``, ``exp_avg`` and so on.
-        live: dtype on the ranks.
-        written: dtype in the file.
-    """
+    """One state of a parameter: its name (``fp32``, ``exp_avg``), its dtype on the ranks and in the file."""
 
     name: str
     live: torch.dtype
@@ -42,14 +40,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Holding:
-    """A fragment of a parameter on some rank.
-
-    Attributes:
-        rank: global rank.
-        tp_rank: its tensor-parallel rank.
-        group: index of the optimizer's group; -1 for what no optimizer owns.
-        fragment: its place in the parameter's shard and in the group's partition.
-    """
+    """A fragment of a parameter on some rank, and its group in the optimizer there (``UNOWNED``: in none)."""
 
     rank: int
     tp_rank: int
@@ -91,12 +82,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements [start, stop) of one file.
+    """Elements [start, stop) of the file of one state of ``Plan.subjects[subject]``.
 
-    Attributes:
-        subject: index of the parameter in :attr:`Plan.subjects`.
-        state: the parameter's state that the file has.
-        writer: global rank that writes the extent, or reads it in a plan that runs backwards.
+    ``writer`` is the rank that writes them, or reads them in a plan that runs backwards.
     """
 
     subject: int

@@ -23,8 +23,7 @@ from deepspeed.checkpoint.constants import (
 from torch import nn
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.rule import Rule
-from megads_ucp.sources.patterns import check_affine_version
+from megads_ucp.layout.rule import Rule, check_affine_version
 
 AFFINE = "AutoTP affine map"
 SIZES = "AutoTP partition sizes"
@@ -32,11 +31,9 @@ UNTOUCHED = "AutoTP (parameter left whole)"
 
 
 def rules_from_autotp(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Rule]:
-    """Rules of all parameters that AutoTP split or knowingly left whole; empty for a model that it has not parsed.
+    """Rules of all parameters (by DeepSpeed's names) that AutoTP split or knowingly left whole.
 
-    Args:
-        module: the model.
-        parameters: its parameters by DeepSpeed's names.
+    Empty for a model that AutoTP has not parsed.
 
     Raises:
         LayoutError: AutoTP cannot describe how it split some parameters; the message gives its reasons.

@@ -31,12 +31,7 @@ class LayerClaims:
 
 
 def ask_layers(module: nn.Module, parameters: Mapping[str, nn.Parameter], tp_degree: int) -> LayerClaims:
-    """Collect the claims of all sources in the model.
-
-    Args:
-        module: the model.
-        parameters: its parameters by DeepSpeed's names, all names of tied ones included.
-        tp_degree: number of tensor-parallel ranks.
+    """Collect the claims of all sources in the model, for its parameters by all of DeepSpeed's names.
 
     Raises:
         LayoutError: a layer's description contradicts its own tensors.

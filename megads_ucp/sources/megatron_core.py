@@ -51,14 +51,10 @@ class LayerRules:
 
 
 def rules_from_sharded_state_dict(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> LayerRules:
-    """Rules of all tensors that some megatron-core (sub)module describes.
+    """Rules of all tensors (by DeepSpeed's names, several for tied ones) that some megatron-core module describes.
 
     A module that fails to describe itself (for example because ``parallel_state`` is not initialised) yields a warning
     and no rules.
-
-    Args:
-        module: the model.
-        tensors: its parameters (and buffers) by DeepSpeed's names; a tied one may have several.
 
     Raises:
         LayoutError: a description contradicts itself, or no Rule can express it.

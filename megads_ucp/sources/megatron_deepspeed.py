@@ -32,11 +32,6 @@ def rules_from_megatron_deepspeed(
 ) -> dict[str, Rule]:
     """Rules of all parameters in Megatron-DeepSpeed's layers, and of norms and embeddings beside them.
 
-    Args:
-        module: the model.
-        parameters: its parameters by DeepSpeed's names.
-        tp_degree: number of tensor-parallel ranks.
-
     Raises:
         LayoutError: the row order of an attention's or an activation's projection cannot be determined.
     """

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
 from deepspeed.checkpoint.constants import (
     AFFINE_MAP,
     AFFINE_MAP_PARAMS,
-    AFFINE_MAP_VERSION,
     AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS,
     ORIGINAL_VOCAB_SIZE,
     PARAMETER_TO_AVERAGE_PATTERNS,
@@ -34,7 +32,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.rule import Rule, Shapes
+from megads_ucp.layout.rule import Rule, Shapes, check_affine_version
 from megads_ucp.sources.sub_params import sub_param_rule
 
 DEFAULT = "name patterns (stock default: cat_dim 0)"
@@ -107,20 +105,6 @@ def rules_from_patterns(
     needed = {p.pattern for p in layouts if not p.is_affine} | {*vocabulary_patterns}
     unused = frozenset(pattern for pattern in needed if not matches[pattern].names)
     return PatternRules(stated, defaults, vocabulary, doubts, unused)
-
-
-def check_affine_version(info: Mapping[str, Any]) -> None:
-    """Refuse affine maps of a later format than this DeepSpeed knows, which could be misread.
-
-    Raises:
-        LayoutError: the information has such maps.
-    """
-    version = info.get(AFFINE_MAP, {}).get(AFFINE_MAP_VERSION, AFFINE_MAP_FORMAT_VERSION)
-    if version > AFFINE_MAP_FORMAT_VERSION:
-        raise LayoutError(
-            f"universal_checkpoint_info holds affine maps of version {version}, but this DeepSpeed knows none after "
-            f"{AFFINE_MAP_FORMAT_VERSION}. Update DeepSpeed."
-        )
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,7 @@ class Trust(IntEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """What one source says.
-
-    Attributes:
-        source: its name.
-        trust: how far it is believed.
-        rules: by parameter name.
-        doubts: why, for some parameters, it must not be the only source.
-    """
+    """What a source says: rules by parameter name. ``doubts``: why, for some, it must not be the only source."""
 
     source: str
     trust: Trust
@@ -81,7 +74,7 @@ def resolve(
     unused = sorted(unused_patterns)
     chosen: dict[str, Rule] = {}
     problems: dict[str, str] = {}
-    overridden: list[_Override] = []
+    overridden: list[tuple[str, Rule, Rule]] = []
     for name in names:
         choice = _choose(name, shard_shapes[name], ordered, tp_degree)
         if isinstance(choice, str):
@@ -90,17 +83,10 @@ def resolve(
             problems[name] = f"no pattern matches it, while these match nothing: {_list(unused)}"
         else:
             chosen[name] = _with_vocabulary(choice.rule, (vocabulary or {}).get(name))
-            overridden += [_Override(name, loser, choice.rule) for loser in choice.overridden]
+            overridden += [(name, loser, choice.rule) for loser in choice.overridden]
     if problems:
         raise _unresolved(problems, shard_shapes)
     return Resolution(chosen, (_warning(overridden),) if overridden else ())
-
-
-@dataclass(frozen=True)
-class _Override:
-    name: str
-    loser: Rule
-    winner: Rule
 
 
 @dataclass(frozen=True)
@@ -225,13 +211,13 @@ def _describe(rule: Rule) -> str:
     return f"split along dim {rule.dim} in sub-parameters of {list(rule.sub_sizes)}"
 
 
-def _warning(overridden: Sequence[_Override]) -> str:
+def _warning(overridden: Sequence[tuple[str, Rule, Rule]]) -> str:
     """One warning for all overridden rules: a line per rule and its winner, with the parameters concerned."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for override in overridden:
-        groups.setdefault((_statement(override.loser), _statement(override.winner)), []).append(override.name)
+    for name, loser, winner in overridden:
+        groups.setdefault((_statement(loser), _statement(winner)), []).append(name)
     lines = [f"  {_list(names, 3)}: {loser}, but {winner}" for (loser, winner), names in groups.items()]
-    count = len({override.name for override in overridden})
+    count = len({name for name, _, _ in overridden})
     return "\n".join(
         [f"Sources differ on the layouts of {count} parameters; the better one is followed:", *_cut(lines)]
     )
