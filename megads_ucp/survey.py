@@ -19,17 +19,13 @@ from deepspeed.checkpoint.constants import ORIGINAL_VOCAB_SIZE
 
 from megads_ucp.engine.state import Coordinates
 from megads_ucp.errors import LayoutError, PlanError
-from megads_ucp.layout.build import build_layout
-from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.layout import Layout, build_layout
 from megads_ucp.layout.partition import FlatGroup, Fragment
 from megads_ucp.layout.rule import Rule
-from megads_ucp.plan.types import Holding, StateSpec, Subject
+from megads_ucp.plan.types import UNOWNED, Holding, StateSpec, Subject
 from megads_ucp.sources.patterns import DEFAULT, PatternRules, rules_from_patterns
 from megads_ucp.sources.resolve import Claim, Trust, resolve
 from megads_ucp.storage.format import MASTER
-
-UNOWNED = -1
-"""Group index of frozen parameters and buffers, which no optimizer owns."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,8 @@ class Survey:
     def subjects(self) -> tuple[Subject, ...]:
         """Every parameter that is exported, in an order all ranks share; of tied stages, the first one's.
 
-        The other stages' copies are ``tied_holdings`` where DeepSpeed ties them. What else a tied module holds, each stage
-        trains on its own or not at all.
+        The other stages' copies are ``tied_holdings`` where DeepSpeed ties them. What else a tied module holds, each
+        stage trains on its own or not at all.
         """
         found: dict[str, tuple[int, Subject]] = {}
         for stage, layouts in zip(self._stages(), self.layouts, strict=True):

@@ -17,8 +17,8 @@ from megads_ucp.engine.context import EngineContext
 from megads_ucp.errors import Disagreement, LayoutError, PlanError
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.save import make_plan
-from megads_ucp.plan.types import StateSpec
-from megads_ucp.survey import UNOWNED, RankDescription, build_survey
+from megads_ucp.plan.types import UNOWNED, StateSpec
+from megads_ucp.survey import RankDescription, build_survey
 from tests.support.descriptions import RULES, SHAPES, STATES, Shapes, description, of_all_tp_ranks
 from tests.support.ranks import run_ranks
 

@@ -144,5 +144,5 @@ def _fill_optimizer(
     optimizer._load_global_state(common)
     # Link the parameters' fragments to the states just filled, as DeepSpeed does after the first step; or at that step.
     optimizer._hp_optimizer_states_linked = False
-    if all(group.state() for group in resume.context.state.groups):
+    if all(group.state() for group in resume.state.groups):
         optimizer._lazy_init_hp_params_optimizer_state()

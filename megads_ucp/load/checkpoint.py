@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from megads_ucp import storage
 from megads_ucp.engine.compat import PICKLED_CLASSES
 from megads_ucp.errors import StorageError
 from megads_ucp.layout.attention import QKV_ORDER, AttentionOrder
+from megads_ucp.load.reads import File
 from megads_ucp.storage.format import (
     EXACT_FILES,
     MANIFEST,
@@ -27,34 +27,6 @@ from megads_ucp.storage.format import (
     ZERO,
     state_file,
 )
-
-
-@dataclass(frozen=True)
-class File:
-    """A parameter's file, checked but for its tensor.
-
-    Attributes:
-        tensor: its header.
-        record: what the manifest knows about it, None without a manifest.
-        vocabulary: whether a vocabulary's padding was cut off, so that the target may be padded to another size.
-        attention: the order of queries, keys and values in it, where that was recorded.
-    """
-
-    tensor: storage.TensorFile
-    record: storage.FileRecord | None
-    vocabulary: bool
-    attention: AttentionOrder | None = None
-
-    def read(self, start: int, out: torch.Tensor, verify: bool) -> torch.Tensor:
-        """Elements from ``start`` on into ``out``, 1-D and of the file's dtype; returns it.
-
-        Raises:
-            StorageError: the file is shorter than it was, or (``verify``) differs from its record.
-        """
-        if verify and self.record is not None:
-            itemsize = out.itemsize
-            storage.verify_range(self.tensor.path, self.record, start * itemsize, (start + out.numel()) * itemsize)
-        return self.tensor.read(start, out.numel(), out)
 
 
 class Checkpoint:
@@ -115,7 +87,8 @@ class Checkpoint:
             return File(tensor, None, bool(tensor.metadata.get(VOCAB_TENSOR)), order)
         record = self._record(name)
         layout = self.manifest.parameters[parameter].layout
-        tensor = storage.open_recorded(self.directory / name, record)
+        storage.check_frame(self.directory / name, record)
+        tensor = storage.TensorFile.of_record(self.directory / name, record)
         order = AttentionOrder.from_dict(layout.qkv_order)
         return File(tensor, record, layout.vocabulary_size is not None, order)
 

@@ -24,10 +24,11 @@ from megads_ucp.errors import LayoutError, StorageError
 from megads_ucp.layout.layout import Layout
 from megads_ucp.load.checkpoint import Checkpoint
 from megads_ucp.load.cooperative import on_several_hosts, plan_together
-from megads_ucp.load.reads import Read, exact_shards, fitting_layout, may_be_shard
+from megads_ucp.load.groups import saved_groups_of
+from megads_ucp.load.reads import Read, fitting_layout, may_be_shard
 from megads_ucp.load.remarks import order_taken_for_granted, remarks
 from megads_ucp.load.resume import LoadRequest, Resume, Unowned
-from megads_ucp.load.states import GroupState, saved_groups_of, state_getter
+from megads_ucp.load.states import GroupState, state_getter
 from megads_ucp.plan.types import Plan
 from megads_ucp.storage.format import MASTER
 from megads_ucp.survey import Survey
@@ -89,7 +90,7 @@ def _prepare(context: EngineContext, directory: Path, request: LoadRequest) -> R
         }
         unowned = planner.unowned()
     together = _plan_together(context, survey, checkpoint, request)
-    return Resume(context, checkpoint, request, common, groups, reads, together, unowned, tuple(planner.kept))
+    return Resume(channel, state, directory, request, common, groups, reads, together, unowned, tuple(planner.kept))
 
 
 def _remark(checkpoint: Checkpoint, state: EngineState, layouts: Mapping[str, Layout], request: LoadRequest) -> None:
@@ -143,7 +144,7 @@ class _Planner:
             if not value.is_contiguous():  # channels_last, for one: read aside, then copied into its place
                 detours.append((value, flat))
             reads.append(Read(file, boxes, 0, 0, value.numel(), functools.partial(torch.Tensor.detach, flat)))
-        exact = dict(exact_shards(self._checkpoint, self._layouts, live, self._tp_rank))
+        exact = dict(_exact_shards(self._checkpoint, self._layouts, live, self._tp_rank))
         return Unowned(tuple(reads), tuple(detours), exact)
 
     def _provides(self, name: str) -> bool:
@@ -176,6 +177,26 @@ def _survey(context: EngineContext, checkpoint: Checkpoint) -> Survey:
         return context.survey(description, state.first_of_replicas)
     except LayoutError as error:  # on every rank alike
         raise LayoutError(f"{checkpoint.directory} cannot be loaded into this model: {error}") from error
+
+
+def _exact_shards(
+    checkpoint: Checkpoint, layouts: Mapping[str, Layout], unowned: Mapping[str, torch.Tensor], tp_rank: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of what fp32 could not hold, a tensor-parallel rank's shards, flat, by name.
+
+    Args:
+        layouts: of the target, by name.
+        unowned: live tensors; others are left out.
+
+    Raises:
+        StorageError: as :meth:`Checkpoint.exact_values`.
+    """
+    for name, whole in checkpoint.exact_values().items():
+        if name in unowned and layouts[name].shape == whole.shape:
+            shard = torch.empty(unowned[name].numel(), dtype=whole.dtype)
+            for box in layouts[name].runs(tp_rank, 0, shard.numel()):
+                box.shard_view(shard, 0).copy_(box.full_view(whole.reshape(-1), 0))
+            yield name, shard
 
 
 def _plan_together(context: EngineContext, survey: Survey, checkpoint: Checkpoint, request: LoadRequest) -> Plan | None:

@@ -3,22 +3,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from megads_ucp import storage
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.attention import reordering_map
+from megads_ucp.layout.attention import AttentionOrder, reordering_map
 from megads_ucp.layout.boxes import Box
-from megads_ucp.layout.build import build_layout
-from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.layout import Layout, build_layout
 from megads_ucp.layout.rule import Rule
-from megads_ucp.load.checkpoint import Checkpoint, File
 from megads_ucp.plan.traffic import cut_box
 
 SPAN_BYTES = 4 << 20
 """Bytes read at a time: enough to keep a disk busy, few enough to be still in the cache when columns are picked."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A parameter's file, checked but for its tensor.
+
+    Attributes:
+        tensor: its header.
+        record: what the manifest knows about it, None without a manifest.
+        vocabulary: whether a vocabulary's padding was cut off, so that the target may be padded to another size.
+        attention: the order of queries, keys and values in it, where that was recorded.
+    """
+
+    tensor: storage.TensorFile
+    record: storage.FileRecord | None
+    vocabulary: bool
+    attention: AttentionOrder | None = None
+
+    def read(self, start: int, out: torch.Tensor, verify: bool) -> torch.Tensor:
+        """Elements from ``start`` on into ``out``, 1-D and of the file's dtype; returns it.
+
+        Raises:
+            StorageError: the file is shorter than it was, or (``verify``) differs from its record.
+        """
+        if verify and self.record is not None:
+            itemsize = out.itemsize
+            storage.verify_range(self.tensor.path, self.record, start * itemsize, (start + out.numel()) * itemsize)
+        return self.tensor.read(start, out.numel(), out)
 
 
 @dataclass(frozen=True)
@@ -74,26 +101,6 @@ def _lay(view: torch.Tensor, box: Box, values: torch.Tensor) -> None:
     view.copy_(values)
     if box.scale != 1.0:
         view.mul_(box.scale)
-
-
-def exact_shards(
-    checkpoint: Checkpoint, layouts: Mapping[str, Layout], unowned: Mapping[str, torch.Tensor], tp_rank: int
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of what fp32 could not hold, a tensor-parallel rank's shards, flat, by name.
-
-    Args:
-        layouts: of the target, by name.
-        unowned: live tensors; others are left out.
-
-    Raises:
-        StorageError: as :meth:`Checkpoint.exact_values`.
-    """
-    for name, whole in checkpoint.exact_values().items():
-        if name in unowned and layouts[name].shape == whole.shape:
-            shard = torch.empty(unowned[name].numel(), dtype=whole.dtype)
-            for box in layouts[name].runs(tp_rank, 0, shard.numel()):
-                box.shard_view(shard, 0).copy_(box.full_view(whole.reshape(-1), 0))
-            yield name, shard
 
 
 def fitting_layout(layout: Layout, file: File) -> Layout:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import LOSS_SCALER
 
-from megads_ucp.comm.channel import HOST
-from megads_ucp.engine.context import EngineContext
-from megads_ucp.load.checkpoint import Checkpoint
-from megads_ucp.load.cooperative import ReadingTogether, read_together
+from megads_ucp.comm.channel import HOST, Channel
+from megads_ucp.engine.state import EngineState
 from megads_ucp.load.reads import Read
+from megads_ucp.load.relay import Relay, relayed
 from megads_ucp.load.states import GroupState, make_states
 from megads_ucp.plan.types import Plan
 
@@ -62,8 +62,9 @@ class Resume:
     """What one resume reads into one rank.
 
     Attributes:
-        context: of the engine.
-        checkpoint: where it comes from.
+        channel: of the engine.
+        state: of the engine.
+        directory: the checkpoint.
         request: what of it is wanted.
         common: content of zero/optimizer_state.pt.
         groups: what each parameter group gets beside the values of its fragments.
@@ -73,8 +74,9 @@ class Resume:
         kept: names of what the checkpoint lacks, which keeps the value it has.
     """
 
-    context: EngineContext
-    checkpoint: Checkpoint
+    channel: Channel
+    state: EngineState
+    directory: Path
     request: LoadRequest
     common: Mapping[str, Any]
     groups: tuple[GroupState, ...]
@@ -103,35 +105,35 @@ class Resume:
             UniversalCheckpointError: reading failed; the engine must not be used.
         """
         with HOST:
-            with self.context.channel.agreed(self._reading):
+            with self.channel.agreed(self._reading):
                 self._read_unowned()
             self._warn_of_kept()
 
     @property
     def _reading(self) -> str:
-        return f"reading {self.checkpoint.directory} (the engine must not be used now)"
+        return f"reading {self.directory} (the engine must not be used now)"
 
     def _read_fragments(self) -> None:
-        channel, groups = self.context.channel, self.context.state.groups
-        with channel.agreed(self._reading):
+        groups = self.state.groups
+        with self.channel.agreed(self._reading):
             if self.request.optimizer_states:
                 # Hyperparameters first: by them an optimizer has its step on a device or not.
                 for group, saved in zip(groups, self.groups, strict=True):
                     group.set_hyperparameters(saved.hyperparameters)
                 for group, saved in zip(groups, self.groups, strict=True):
                     make_states(group, saved)
-            shared = read_together(self.together)
+            shared = relayed(self.together)
             for key, read in self.reads.items():
                 if key not in shared:
                     read.run(self.request.verify)
         if self.together is not None:
-            with channel.agreed(self._reading):
-                ReadingTogether(self.together, self.reads, self.request.verify).run(channel)
+            with self.channel.agreed(self._reading):
+                Relay(self.together, self.reads, self.request.verify).run(self.channel)
 
     def _common_state(self) -> dict[str, Any]:
         """The saved state without a loss scaler of another kind than this run's: the target's precision decides."""
-        current, saved = self.context.state.common_optimizer_state(), self.common
-        if type(saved.get(LOSS_SCALER)) is type(current.get(LOSS_SCALER)) and self.context.state.half_precision:
+        current, saved = self.state.common_optimizer_state(), self.common
+        if type(saved.get(LOSS_SCALER)) is type(current.get(LOSS_SCALER)) and self.state.half_precision:
             return dict(saved)
         of_scaler = (LOSS_SCALER, "dynamic_loss_scale", "overflow")
         return {key: value for key, value in saved.items() if key not in of_scaler}
@@ -141,17 +143,17 @@ class Resume:
             read.run(self.request.verify)
         for value, flat in self.unowned.detours:
             value.copy_(flat.view(value.shape))
-        live = self.context.state.unowned()
+        live = self.state.unowned()
         for name, exact in self.unowned.exact.items():
             live[name].copy_(exact.view(live[name].shape))
 
     def _warn_of_kept(self) -> None:
         """On rank 0, for all ranks: each knows of its own fragments only."""
-        kept = sorted({name for by_rank in self.context.channel.gather(self.kept) or [] for name in by_rank})
+        kept = sorted({name for by_rank in self.channel.gather(self.kept) or [] for name in by_rank})
         if kept:
             logger.warning(
                 "%s lacks %s%s: they keep the values this run gave them.",
-                self.checkpoint.directory,
+                self.directory,
                 ", ".join(kept[:_SHOWN]),
                 f" and {len(kept) - _SHOWN} more" if len(kept) > _SHOWN else "",
             )

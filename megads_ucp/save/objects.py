@@ -12,11 +12,11 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from megads_ucp.engine.state import EngineState
 from megads_ucp.layout.info import info_of
 from megads_ucp.layout.layout import Layout
-from megads_ucp.plan.types import Plan
+from megads_ucp.plan.types import UNOWNED, Plan
 from megads_ucp.save.snapshot import Snapshot, held_whole
 from megads_ucp.save.types import ExportRequest
 from megads_ucp.storage.format import OPTIMIZER_STATE, STEP, exact_file, model_states_file, state_file
-from megads_ucp.survey import UNOWNED, Survey
+from megads_ucp.survey import Survey
 
 
 def small_files(

@@ -22,7 +22,8 @@ import torch
 from megads_ucp.comm.channel import Channel
 from megads_ucp.comm.exchange import Exchange
 from megads_ucp.errors import DriftError
-from megads_ucp.layout.boxes import Box, Ints, index_of
+from megads_ucp.layout.boxes import Box
+from megads_ucp.layout.strides import Ints, index_of
 from megads_ucp.plan.replicas import (
     BLOCK,
     Replica,

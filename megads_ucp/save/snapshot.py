@@ -11,8 +11,7 @@ import torch
 from megads_ucp.engine.state import EngineState
 from megads_ucp.errors import PlanError
 from megads_ucp.layout.layout import Layout
-from megads_ucp.plan.types import Extent, Holding, StateSpec, Transfer
-from megads_ucp.survey import UNOWNED
+from megads_ucp.plan.types import UNOWNED, Extent, Holding, StateSpec, Transfer
 
 logger = logging.getLogger("megads_ucp")
 

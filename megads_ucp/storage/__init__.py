@@ -3,7 +3,7 @@
 
 Writing: :func:`frame` a tensor that need not exist in one piece, :func:`write_file` it or its extents into a
 :class:`Staging` directory, list the files in a :class:`Manifest`, commit. Reading: :func:`open_tensor` or, with a
-manifest, :func:`open_recorded`, then the ranges needed.
+manifest, :func:`check_frame`, then the ranges needed.
 """
 
 from megads_ucp.storage.durable import read_latest
@@ -17,10 +17,10 @@ from megads_ucp.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from megads_ucp.storage.read import TensorFile, open_recorded, open_tensor, read_object, state_names
+from megads_ucp.storage.read import TensorFile, open_tensor, read_object, state_names
 from megads_ucp.storage.records import ExtentRecord, FileRecord, file_records, split_crc32
 from megads_ucp.storage.staging import Staging, repair
-from megads_ucp.storage.verify import verify_file, verify_range
+from megads_ucp.storage.verify import check_frame, verify_file, verify_range
 from megads_ucp.storage.write import write_extent, write_file, write_frame, write_object
 
 __all__ = [
@@ -34,9 +34,9 @@ __all__ = [
     "ParameterRecord",
     "Staging",
     "TensorFile",
+    "check_frame",
     "file_records",
     "frame",
-    "open_recorded",
     "open_tensor",
     "read_latest",
     "read_manifest",

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
+
 from megads_ucp.errors import StorageError
 
 Buffer: TypeAlias = "bytes | memoryview"
@@ -60,6 +62,15 @@ def ranges(path: Path) -> Iterator[int]:
     with descriptor(path, os.O_RDONLY) as fd:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         yield fd
+
+
+def payload_view(buffer: torch.Tensor | Buffer) -> memoryview:
+    """The bytes of a contiguous CPU tensor (any dtype) or of a bytes-like object, without a copy."""
+    if not isinstance(buffer, torch.Tensor):
+        return memoryview(buffer).cast("B")
+    if buffer.device.type != "cpu" or not buffer.is_contiguous():
+        raise ValueError(f"only contiguous CPU tensors are written, not {buffer.device} with strides {buffer.stride()}")
+    return buffer.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def pwrite_all(fd: int, buffers: Sequence[Buffer], offset: int) -> int:

@@ -19,10 +19,8 @@ import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from megads_ucp.errors import StorageError
-from megads_ucp.storage.durable import pread_all, ranges, storage_errors
+from megads_ucp.storage.durable import payload_view, pread_all, ranges, storage_errors
 from megads_ucp.storage.records import FileRecord
-from megads_ucp.storage.verify import check_frame
-from megads_ucp.storage.write import payload_view
 
 _LOCK = threading.Lock()
 
@@ -49,6 +47,17 @@ class TensorFile:
     payload_offset: int
     metadata: Mapping[str, Any] = field(hash=False)
     strides: tuple[int, ...]
+
+    @classmethod
+    def of_record(cls, path: Path, record: FileRecord) -> TensorFile:
+        """A file that the manifest describes and that has been compared with it: without unpickling anything.
+
+        Raises:
+            StorageError: not a tensor's file.
+        """
+        dtype, shape = record.tensor_dtype, record.shape
+        assert shape is not None
+        return cls(path, shape, dtype, record.payload_offset, {}, torch.empty(shape, device="meta").stride())
 
     @cached_property
     def numel(self) -> int:
@@ -124,19 +133,6 @@ def open_tensor(path: Path) -> TensorFile:
         raise StorageError(f"{path} is truncated: its tensor ends at byte {begin + storage.nbytes()} of {size}")
     offset = begin + tensor.storage_offset() * tensor.element_size()
     return TensorFile(Path(path), tuple(tensor.shape), tensor.dtype, offset, metadata, tuple(tensor.stride()))
-
-
-def open_recorded(path: Path, record: FileRecord) -> TensorFile:
-    """Like :func:`open_tensor`, of a file in the manifest: compared with its record, which is faster than unpickling.
-
-    Raises:
-        StorageError: missing, of another size, damaged outside the payload, of another export, or not a tensor's file.
-    """
-    check_frame(path, record)
-    dtype = record.tensor_dtype
-    assert record.shape is not None
-    strides = torch.empty(record.shape, device="meta").stride()
-    return TensorFile(Path(path), record.shape, dtype, record.payload_offset, {}, tuple(strides))
 
 
 def state_names(folder: Path) -> list[str]:

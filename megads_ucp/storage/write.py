@@ -17,20 +17,11 @@ import torch
 from torch.utils.serialization import config
 
 from megads_ucp.storage.checksum import BLOCK_BYTES, blocks, crc32_of_blocks
-from megads_ucp.storage.durable import Buffer, descriptor, pwrite_all, storage_errors
+from megads_ucp.storage.durable import Buffer, descriptor, payload_view, pwrite_all, storage_errors
 from megads_ucp.storage.framing import Frame
 from megads_ucp.storage.records import ExtentRecord
 
 _CREATE = os.O_WRONLY | os.O_CREAT
-
-
-def payload_view(buffer: torch.Tensor | Buffer) -> memoryview:
-    """The bytes of a contiguous CPU tensor (any dtype) or of a bytes-like object, without a copy."""
-    if not isinstance(buffer, torch.Tensor):
-        return memoryview(buffer).cast("B")
-    if buffer.device.type != "cpu" or not buffer.is_contiguous():
-        raise ValueError(f"only contiguous CPU tensors are written, not {buffer.device} with strides {buffer.stride()}")
-    return buffer.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def write_file(path: Path, frame: Frame, payload: torch.Tensor | Buffer, *, root: Path | None = None) -> ExtentRecord:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from deepspeed.checkpoint.affine import segmented_map
 
-from megads_ucp.layout.build import build_layout
 from megads_ucp.layout.info import info_of
+from megads_ucp.layout.layout import build_layout
 from megads_ucp.layout.rule import Rule
 from megads_ucp.sources.patterns import rules_from_patterns
 

@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 
 from megads_ucp.errors import LayoutError
 from megads_ucp.layout.boxes import Box, clip, clip_shard
-from megads_ucp.layout.build import build_layout
 from megads_ucp.layout.coverage import Side, check_coverage, first_defect
-from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.layout import Layout, build_layout
 from megads_ucp.layout.rule import Kind, Rule, Style
 
 PADDING = -1

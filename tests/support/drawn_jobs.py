@@ -8,8 +8,7 @@ from typing import cast
 from deepspeed.checkpoint.affine import block_gather_map, segmented_map
 from hypothesis import strategies as st
 
-from megads_ucp.layout.build import build_layout
-from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.layout import Layout, build_layout
 from megads_ucp.layout.rule import Kind, Rule
 from tests.support.jobs import ADAM, MIXED, Job
 

@@ -8,8 +8,7 @@ from math import prod
 
 import torch
 
-from megads_ucp.layout.build import build_layout
-from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.layout import Layout, build_layout
 from megads_ucp.layout.partition import FlatGroup, Fragment
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.types import Holding, StateSpec, Subject

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megads_ucp.layout.build import build_layout
 from megads_ucp.layout.coverage import check_coverage
-from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.layout import Layout, build_layout
 from megads_ucp.layout.rule import Rule
 from tests.support.ranks import run_ranks
 
@@ -33,7 +32,7 @@ def on_ranks(body: Callable[..., Described], tp: int, *args: Any) -> dict[str, t
     """Runs `body` on `tp` ranks; {name: (layout, full tensor)} of every parameter, from the rules they agree on."""
     ranks = run_ranks(body, tp, *args)
     rules = ranks[0][0]
-    assert all(theirs == rules for theirs, _ in ranks), "ranks describe parameters differently"
+    assert all(described == rules for described, _ in ranks), "ranks describe parameters differently"
     assert all(tensors.keys() == rules.keys() for _, tensors in ranks), "a parameter has no rule"
     result = {}
     for name, rule in rules.items():
