@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megads_ucp.engine.compat import PICKLED_CLASSES
 from megads_ucp.errors import StorageError
 from megads_ucp.storage import (
     FileRecord,
@@ -35,8 +37,8 @@ from megads_ucp.storage import (
     write_object,
 )
 from megads_ucp.storage.checksum import BLOCK_BYTES
-from tests.storage.manifests import manifest
 from tests.support.children import exit_code, start_child
+from tests.support.manifests import manifest
 from tests.support.reads import payload_counted
 
 
@@ -385,6 +387,14 @@ def test_looking_at_a_file_never_runs_its_code(tmp_path, look):
     with pytest.raises(StorageError, match=r"bomb\.pt needs posix\.system to load, which was not run"):
         look(tmp_path / "bomb.pt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_object_may_hold_the_classes_that_its_reader_allows_and_no_others(tmp_path):
+    write_object(tmp_path / "optimizer_state.pt", {"loss_scaler": LossScaler(scale=128.0)})
+    with pytest.raises(StorageError, match=r"optimizer_state\.pt needs deepspeed\..*LossScaler to load"):
+        read_object(tmp_path / "optimizer_state.pt")
+    assert read_object(tmp_path / "optimizer_state.pt", PICKLED_CLASSES)["loss_scaler"].cur_scale == 128.0
+    assert LossScaler not in torch.serialization.get_safe_globals()
 
 
 def test_stock_loader_reads_a_file_after_it_was_moved(tmp_path):
