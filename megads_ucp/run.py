@@ -3,6 +3,7 @@
 
     torchrun ... -m megads_ucp.run pretrain_gpt.py --universal-checkpoint-export ...
     deepspeed --module megads_ucp.run pretrain_gpt.py --universal-checkpoint-export ...
+    deepspeed --launcher MPICH $(which megads-ucp-run) pretrain_gpt.py --universal-checkpoint-export ...
 
 Our flags are parsed with the script's own, by Megatron, and so are in its ``args`` and in its checkpoints. Everything
 else passes through.
@@ -10,6 +11,7 @@ else passes through.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import runpy
 import sys
@@ -20,42 +22,47 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import megads_ucp
 from megads_ucp.arguments import add_arguments
-from megads_ucp.engine.attach import install
 
 MEGATRON_ARGUMENTS = "megatron.arguments"
 
 Provider = Callable[[Any], Any] | None
 
-_USAGE = """usage: python -m megads_ucp.run SCRIPT [ARGUMENT ...]
+_USAGE = "megads-ucp-run SCRIPT [ARGUMENT ...], or python -m megads_ucp.run SCRIPT [ARGUMENT ...]"
 
-Runs SCRIPT with megads_ucp installed; all arguments are the script's. A Megatron-DeepSpeed script also takes
---universal-checkpoint-export and related flags (see its --help). For any other, put "universal_checkpoint_export":
-true into the DeepSpeed config."""
+_DESCRIPTION = """Runs SCRIPT with megads_ucp installed; all arguments are the script's. A Megatron-DeepSpeed script also
+takes the flags below. For any other, put "universal_checkpoint_export": true into the DeepSpeed config."""
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script as ``__main__``.
 
     Args:
-        arguments: the script and its own arguments.
+        arguments: the script and its own arguments; None: those of the command line.
 
     Raises:
         SystemExit: no script is given, or it does not exist.
     """
-    script, script_arguments = _split(arguments)
+    script, script_arguments = _split(sys.argv[1:] if arguments is None else arguments)
     if script is None and {"-h", "--help"} & set(script_arguments):
-        sys.stdout.write(f"{_USAGE}\n")
+        sys.stdout.write(_help())
         return
     if script is None:
-        raise SystemExit(_USAGE)
+        raise SystemExit(f"megads_ucp.run: no script is given.\n\nusage: {_USAGE}")
     if not Path(script).is_file():
-        raise SystemExit(f"megads_ucp.run: there is no script {script}.\n\n{_USAGE}")
+        raise SystemExit(f"megads_ucp.run: there is no script {script}.\n\nusage: {_USAGE}")
     add_flags_to_megatron()
-    install()
+    megads_ucp.install()
     sys.argv = [script, *script_arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))  # as `python SCRIPT` does
     runpy.run_path(script, run_name="__main__")
+
+
+def _help() -> str:
+    """Usage and our flags. The script's own help may be out of reach: upstream's dies of a per cent sign in it."""
+    parser = argparse.ArgumentParser(usage=_USAGE, description=_DESCRIPTION, add_help=False)
+    return add_arguments(parser).format_help()
 
 
 def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -115,4 +122,4 @@ class _WrappingLoader(Loader):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
