@@ -9,7 +9,7 @@ import pytest
 
 from megads_ucp.errors import StorageError
 from megads_ucp.storage import MANIFEST, FileRecord, read_manifest, write_manifest
-from tests.storage.manifests import SPLIT, manifest
+from tests.support.manifests import SPLIT, manifest
 
 VERSION_1 = (
     '{"format":"megads_ucp manifest","format_version":1,"run_id":"r1","created":"2026-01-01T00:00:00+00:00",'

@@ -29,8 +29,8 @@ from megads_ucp.storage import (
 )
 from megads_ucp.storage.durable import fsync_tree, write_latest
 from megads_ucp.storage.staging import leftovers, rename_exchange
-from tests.storage.manifests import manifest
 from tests.support.children import run_child
+from tests.support.manifests import manifest
 
 NAMES = ("a.weight", "b.bias")
 

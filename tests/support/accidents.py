@@ -21,6 +21,7 @@ import torch
 
 import megads_ucp
 from megads_ucp.storage import MANIFEST, read_manifest, verify_file
+from tests.support.models import MLP, initialize, mlp_batches, train
 
 _FILE_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
@@ -115,3 +116,10 @@ def assert_complete(universal: Path) -> None:
 def entries(directory: Path) -> list[str]:
     """What is in a save_dir, but for the scripts that DeepSpeed puts there (zero_to_fp32.py)."""
     return sorted(name for name in os.listdir(directory) if not name.endswith(".py"))
+
+
+def trained(kind: str = "bf16_optimizer", steps: int = 1) -> Any:
+    """On a rank: an engine after so many steps."""
+    engine = initialize(MLP(), kind)
+    train(engine, mlp_batches(0, steps))
+    return engine
