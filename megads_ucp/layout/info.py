@@ -61,7 +61,8 @@ def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
             shape = tuple(rule.sub_sizes if dim == rule.dim else size for dim, size in enumerate(layout.shape))
             entry = {"patterns": [pattern], "shape": shape, "partition_dim": rule.dim}
             info[PARAMETER_WITH_SUB_PARAMS].append(entry)
-            info[SUB_PARAM_SHARD_WIDTHS][pattern] = _shard_widths(rule.sub_sizes, rule.shard_widths, layout.tp_degree)
+            even = [[size // layout.tp_degree] * layout.tp_degree for size in rule.sub_sizes]
+            info[SUB_PARAM_SHARD_WIDTHS][pattern] = [list(row) for row in rule.shard_widths or even]
         else:
             maps[pattern] = layout.affine.to_dict()
         if rule.vocabulary_size is not None:
@@ -70,10 +71,3 @@ def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
     if maps:
         info[AFFINE_MAP] = {AFFINE_MAP_VERSION: AFFINE_MAP_FORMAT_VERSION, AFFINE_MAP_PARAMS: maps}
     return info
-
-
-def _shard_widths(sizes: tuple[int, ...], widths: tuple[tuple[int, ...], ...] | None, degree: int) -> list[list[int]]:
-    """Per sub-parameter, the width that each tensor-parallel rank holds: equal ones, where the rule gives none."""
-    if widths is not None:
-        return [list(row) for row in widths]
-    return [[size // degree] * degree for size in sizes]

@@ -60,15 +60,10 @@ class PatternRules:
 def rules_from_patterns(
     info: Mapping[str, Any], names: Sequence[str], shard_shapes: Mapping[str, Shapes]
 ) -> PatternRules:
-    """Read a client's ``universal_checkpoint_info``.
+    """Read a client's ``universal_checkpoint_info`` for parameters and the shapes of their shards.
 
     There are no defaults where it describes no layout at all at TP > 1: it then belongs to some other model, or to none
     (``--inject_missing_state``), and concatenating everything would be a guess.
-
-    Args:
-        info: the client's information.
-        names: the parameters.
-        shard_shapes: per name, shapes of its shards by TP rank.
 
     Raises:
         LayoutError: the information itself is unusable. What is wrong for one parameter only becomes a doubt.
