@@ -21,7 +21,7 @@ import megads_ucp
 from megads_ucp.comm.channel import Channel
 from megads_ucp.engine.adapter import engine_state
 from megads_ucp.errors import DriftError
-from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import build_layout
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.replicas import BLOCK, make_inspection_plan, replica_blocks
 from megads_ucp.plan.types import Holding, StateSpec, Subject
@@ -64,14 +64,14 @@ def test_copies_however_they_are_cut_have_one_checksum_and_one_flipped_bit_is_se
     blocks = replica_blocks(subjects)
     comparisons = [Comparison(subjects, rank) for rank in range(job.world)]
 
-    def told() -> list[list[int]]:
+    def block_sums() -> list[list[int]]:
         parts = [comparison.checksums(values_in(shards)) for comparison in comparisons]
         sums = torch.stack(parts).sum(0).tolist()
         return [sums[block.slots] for block in blocks]
 
     if not blocks:
         return
-    assert all(len(set(sums)) == 1 for sums in told())
+    assert all(len(set(sums)) == 1 for sums in block_sums())
 
     block = data.draw(st.sampled_from(blocks))
     tp_rank = data.draw(st.sampled_from(block.tp_ranks))
@@ -81,7 +81,7 @@ def test_copies_however_they_are_cut_have_one_checksum_and_one_flipped_bit_is_se
     box = data.draw(st.sampled_from(boxes))
     bits = shard.view({2: torch.int16, 4: torch.int32}[shard.element_size()])
     bits[box.shard_offset] ^= 1 << data.draw(st.integers(0, 8 * shard.element_size() - 2))
-    assert [len(set(sums)) for sums in told()] == [1 + (other is block) for other in blocks]
+    assert [len(set(sums)) for sums in block_sums()] == [1 + (other is block) for other in blocks]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -144,16 +144,16 @@ def test_what_is_averaged_or_belongs_to_no_optimizer_is_not_compared() -> None:
     assert replica_blocks(job.subjects()) == ()
 
 
-# ------------------------------------------------------------------------------------------------- what ranks are told
+# ------------------------------------------------------------------------------------------------ what ranks find out
 
 
 def compared(subjects: tuple[Subject, ...], shards: Shards) -> tuple[Drift, ...]:
-    """On a rank: what it is told."""
+    """On a rank: the drifts that all ranks get."""
     channel = Channel(1.0)
     return Comparison(subjects, channel.rank).run(channel, values_in(shards), bucket_bytes=256)
 
 
-def test_all_ranks_are_told_the_largest_of_all_differences_and_who_holds_it() -> None:
+def test_all_ranks_learn_the_largest_of_all_differences_and_who_holds_it() -> None:
     job = Job((replicated("norm", 13, 2), replicated("bias", 4, 2)), (), MIXED, tp_degree=2, degree=2)
     shards = shards_of(job)
     one, other = shards["norm", "exp_avg_sq"]
@@ -169,7 +169,7 @@ def test_all_ranks_are_told_the_largest_of_all_differences_and_who_holds_it() ->
         assert "the copy of tensor-parallel rank 1 differs from that of rank 0" in str(drift)
 
 
-def test_stages_are_compared_however_each_is_cut_and_told_apart_from_ranks_of_one() -> None:
+def test_stages_are_compared_however_each_is_cut_and_distinguished_from_ranks_of_one() -> None:
     cut = build_layout("words", Rule("split", "test", dim=0), [(9,)] * 2)
     layouts = (replicated("norm", 5, 2), cut)
     first = Job(layouts, (), ADAM[:1], tp_degree=2, degree=1).subjects()
@@ -181,12 +181,12 @@ def test_stages_are_compared_however_each_is_cut_and_told_apart_from_ranks_of_on
 
     def body() -> list[tuple[Drift, ...]]:
         channel, shards = Channel(1.0), shards_of(Job(layouts, (), ADAM[:1], tp_degree=2, degree=1))
-        told = [compared(subjects, shards)]
+        found = [compared(subjects, shards)]
         if channel.rank >= 2:
             shards["words", "fp32"][0][4], shards["words", "fp32"][1][8] = 5.0, 100.0
-        told.append(compared(subjects, shards))
+        found.append(compared(subjects, shards))
         shards["norm", "fp32"][1][2] += 1.0  # on both stages
-        return [*told, compared(subjects, shards)]
+        return [*found, compared(subjects, shards)]
 
     for agreeing, words, both in run_ranks(body, 6):
         assert agreeing == ()
@@ -221,14 +221,14 @@ def test_bits_that_mean_the_same_are_no_drift_and_a_nan_beside_a_number_is() -> 
     pairs = [(nan, nan), (inf, inf), (0.0, -0.0), (quiet, negative), (nan, 0.0), (inf, 3e38), (-inf, inf)]
 
     def body() -> list[list[float]]:
-        told = []
+        found = []
         for pair in pairs:
             shards = [torch.zeros(6), torch.zeros(6)]
             for shard, value in zip(shards, pair, strict=True):
                 shard[3] = value
             held = {("norm", "fp32"): shards}
-            told.append([drift.largest for drift in compared(subjects, held)])
-        return told
+            found.append([drift.largest for drift in compared(subjects, held)])
+        return found
 
     for same, infinite, zeros, nans, one_nan, finite, signs in run_ranks(body, 2):
         assert same == infinite == zeros == nans == []
@@ -285,18 +285,18 @@ def test_one_unit_in_the_last_place_of_one_copy_refuses_the_export(
         train(engine, batches(0, 1))
         engine.save_checkpoint(str(tmp_path), tag="agreeing")
         assert log.messages == []
-        told = []
+        found = []
         for state in ("fp32", "exp_avg"):
             with nudged(engine, NORM, state, 17, tp_rank) as pair, pytest.raises(DriftError) as failure:
                 engine.save_checkpoint(str(tmp_path), tag=state)
-            told.append((str(failure.value), pair))
+            found.append((str(failure.value), pair))
             train(engine, batches(1, 2))
         engine.save_checkpoint(str(tmp_path), tag="again")
-        return told
+        return found
 
     ranks = run_ranks(body, topology.world)
     for state, of_ranks in zip(("fp32", "exp_avg"), zip(*ranks, strict=True), strict=True):
-        (message,) = {told for told, _ in of_ranks}
+        (message,) = {text for text, _ in of_ranks}
         true, off = next(pair for _, pair in of_ranks if pair is not None)
         assert f"parameter {NORM}, state {state}: " in message and message.count("parameter model.") == 1
         assert f" in 1 element, by up to {off - true:.3g}, at [17]: " in message
@@ -309,7 +309,7 @@ def test_one_unit_in_the_last_place_of_one_copy_refuses_the_export(
 
 def test_drift_is_logged_without_strict_and_warned_of_once_where_a_warning_is_asked_for(tmp_path: Path) -> None:
     def body() -> list[list[str]]:
-        told = []
+        found = []
         for name, section in (("error", {}), ("warn", {"on_drift": "warn", "strict": True})):
             megads_ucp.install(argparse.Namespace(universal_checkpoint_export=True))
             log = Log()
@@ -317,9 +317,9 @@ def test_drift_is_logged_without_strict_and_warned_of_once_where_a_warning_is_as
             train(engine, batches(0, 1))
             with nudged(engine, NORM, "fp32", 5, tp_rank=1):
                 engine.save_checkpoint(str(tmp_path / name), tag=TAG)
-            told.append(log.messages)
+            found.append(log.messages)
             logging.getLogger("megads_ucp").removeHandler(log)
-        return told
+        return found
 
     (refused, warned), (refused_there, silent) = run_ranks(body, 2)
     assert len(refused) == 1 and refused == refused_there and "The regular checkpoint is untouched" in refused[0]
