@@ -19,7 +19,7 @@ from megads_ucp import storage
 from megads_ucp.comm.channel import Channel
 from megads_ucp.comm.exchange import Exchange
 from megads_ucp.errors import ChannelError, Disagreement, UniversalCheckpointError
-from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import build_layout
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.save import make_plan
 from megads_ucp.plan.types import Extent, Plan, Transfer

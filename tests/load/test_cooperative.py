@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import megads_ucp
 from megads_ucp.engine.adapter import engine_state
 from megads_ucp.layout.boxes import Box
-from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import build_layout
 from megads_ucp.layout.rule import Rule
 from megads_ucp.load.cooperative import on_several_hosts
 from megads_ucp.plan.load import make_read_plan, reads_more_than_it_holds

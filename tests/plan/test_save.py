@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megads_ucp.errors import PlanError
-from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import build_layout
 from megads_ucp.layout.partition import Fragment
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.save import make_plan

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import build_layout
 from megads_ucp.sources.attributes import rules_from_attributes
 from tests.support.layouts import rebuild
 

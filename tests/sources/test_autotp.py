@@ -14,7 +14,7 @@ from deepspeed.module_inject.layers import _build_param_uc_restore_meta
 from torch import nn
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import build_layout
 from megads_ucp.sources.attributes import rules_from_attributes
 from megads_ucp.sources.autotp import rules_from_autotp
 from megads_ucp.sources.megatron_core import rules_from_sharded_state_dict

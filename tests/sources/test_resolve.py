@@ -9,7 +9,7 @@ import pytest
 from deepspeed.checkpoint.affine import block_gather_map, contiguous_split_map, replicated_map
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.build import build_layout
+from megads_ucp.layout.layout import build_layout
 from megads_ucp.layout.rule import Rule
 from megads_ucp.sources.resolve import Claim, Resolution, Trust, resolve
 
