@@ -55,6 +55,8 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(f"megads_ucp.engine.{_ENGINE[name]}")
     except ImportError as error:
+        if not (error.name or "").startswith("deepspeed"):
+            raise
         raise UnsupportedError(
             f"this DeepSpeed lacks something that megads_ucp relies on ({error}). Versions from 0.19.7 on are known to "
             "work: pip install 'deepspeed>=0.19.7'."

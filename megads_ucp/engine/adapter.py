@@ -67,13 +67,38 @@ def _coordinates(engine: DeepSpeedEngine) -> Coordinates:
             break
     else:
         stage = 0
+    tp_rank, tp_degree = _tensor_parallel(engine)
     return Coordinates(
         stage=stage,
         stages=bwc_pipeline_parallel_world_size(mpu),
-        tp_rank=bwc_tensor_model_parallel_rank(mpu),
-        tp_degree=bwc_tensor_model_parallel_world_size(mpu),
+        tp_rank=tp_rank,
+        tp_degree=tp_degree,
         mp_rank=engine.checkpoint_mp_rank,
     )
+
+
+def _tensor_parallel(engine: DeepSpeedEngine) -> tuple[int, int]:
+    """This rank's number among those that cut parameters between them, and how many they are.
+
+    An mpu may call its sequence-parallel group model-parallel as well (parallel_state_sp in deepspeed/runtime/
+    sequence_parallel, which Hugging Face and ALST pass). Those ranks hold the same parameters, and ZeRO partitions over
+    them: then the degrees multiply to more than all ranks. DeepSpeed's own view is TP 1, too
+    (``_get_model_parallel_world_size`` in deepspeed/utils/groups.py).
+    """
+    mpu = engine.mpu
+    degree = bwc_tensor_model_parallel_world_size(mpu)
+    if degree > 1 and degree == engine.sequence_parallel_size:
+        shards = ds_comm.get_world_size(group=engine.seq_data_parallel_group)
+        if degree * bwc_pipeline_parallel_world_size(mpu) * shards > ds_comm.get_world_size():
+            return 0, 1
+    return bwc_tensor_model_parallel_rank(mpu), degree
+
+
+def data_parallel_degree(engine: DeepSpeedEngine) -> int:
+    """How many ranks or groups of ranks have samples of their own; sequence-parallel ranks share theirs."""
+    if engine.data_parallel_group is None:  # of an mpu for sequence parallelism alone: None would mean all ranks
+        return int(engine.seq_dp_world_size // engine.sequence_parallel_size)
+    return int(ds_comm.get_world_size(group=engine.data_parallel_group))
 
 
 def engine_state(engine: DeepSpeedEngine) -> EngineState:
@@ -87,6 +112,7 @@ def engine_state(engine: DeepSpeedEngine) -> EngineState:
         parameters=dict(engine.module.named_parameters(remove_duplicate=False)),
         module=engine.module,
         tied=_tied(engine.module),
+        stray_states=functools.partial(_stray_states, optimizer, books.masters),
         common_optimizer_state=functools.partial(_common_optimizer_state, optimizer),
         model_state=functools.partial(_model_state, weakref.ref(engine)),
         half_precision=engine.fp16_enabled(),
@@ -113,6 +139,7 @@ def _state_group(optimizer: Any, books: Bookkeeping, index: int) -> StateGroup:
         },
         set_hyperparameters=lambda values: optimizer.optimizer.param_groups[index].update(values),
         whole_states=_whole_states(optimizer, index),
+        state_dtype=lambda saved, master: _state_dtype(optimizer.optimizer, masters[index].dtype, saved, master),
         own_step=lambda step: _own_step(optimizer.optimizer, index, masters[index].device, step),
     )
 
@@ -145,6 +172,30 @@ def _own_step(optimizer: torch.optim.Optimizer, index: int, device: torch.device
     group = optimizer.param_groups[index]
     beside = group.get("fused") or group.get("capturable")
     return torch.as_tensor(step, dtype=torch.float32, device=device if beside else "cpu").clone()
+
+
+def _state_dtype(
+    optimizer: torch.optim.Optimizer, master: torch.dtype, saved: torch.dtype | None, saved_master: torch.dtype | None
+) -> torch.dtype:
+    """The dtype of a state that the optimizer has yet to make.
+
+    DeepSpeedCPUAdam says so itself (``fp32_optimizer_states`` in deepspeed/ops/adam/cpu_adam.py). Others make states
+    like their parameter (``zeros_like``) or in a dtype of their own, which shows in what was saved.
+    """
+    fp32_states: bool | None = getattr(optimizer, "fp32_optimizer_states", None)
+    if fp32_states is not None:
+        return torch.float32 if fp32_states else master
+    return master if saved is None or saved == saved_master else saved
+
+
+def _stray_states(optimizer: Any, masters: list[torch.Tensor]) -> list[str]:
+    """Keys of ``optimizer.state`` beside the partitions; empty entries, which a look-up may have made, do not count."""
+    known = {id(master) for master in masters}
+    return [
+        str(key) if isinstance(key, str | int) else f"{type(key).__name__} of shape {tuple(getattr(key, 'shape', ()))}"
+        for key, value in optimizer.optimizer.state.items()
+        if id(key) not in known and value
+    ]
 
 
 def _unowned(module: torch.nn.Module, owned: set[str]) -> dict[str, torch.Tensor]:
@@ -195,7 +246,7 @@ def _model_state(
 def _facts(engine_ref: weakref.ref[DeepSpeedEngine]) -> dict[str, Any]:
     engine = engine_ref()
     assert engine is not None
-    micro_batch, degree = engine.train_micro_batch_size_per_gpu(), ds_comm.get_world_size(engine.data_parallel_group)
+    micro_batch, degree = engine.train_micro_batch_size_per_gpu(), data_parallel_degree(engine)
     return {
         "global_steps": engine.global_steps,
         # engine.train_batch_size() counts AutoTP's tensor-parallel ranks as if each had samples of its own.

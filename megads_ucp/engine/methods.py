@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed import comm as ds_comm
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from megads_ucp.comm.channel import HOST
+from megads_ucp.engine.adapter import data_parallel_degree
 from megads_ucp.engine.context import EngineContext
 from megads_ucp.engine.patches import bound
 from megads_ucp.engine.scopes import scope_of
@@ -80,7 +81,7 @@ def load_checkpoint(
         states = load_optimizer_states and not load_module_only
         request = LoadRequest(states, load_module_strict, context.config.verify)
         path, client_state = _load(engine, context, Path(load_dir) / tag, request, functools.partial(stock, tag=tag))
-    grow_rng_states(client_state, ds_comm.get_world_size(engine.data_parallel_group))
+    grow_rng_states(client_state, data_parallel_degree(engine))
     return path, client_state
 
 
@@ -109,7 +110,7 @@ def _load(engine: DeepSpeedEngine, context: EngineContext, directory: Path, requ
         UniversalCheckpointError: a file is missing, damaged or does not fit the model; the same error on every rank,
             and nothing live has changed unless it says that the engine must not be used.
     """
-    with context.connect().agreed(f"loading {directory}"):
+    with HOST, context.connect().agreed(f"loading {directory}"):
         _check_nothing_offloaded(engine)
     try:
         resume = prepare(context, directory, request)

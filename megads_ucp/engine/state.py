@@ -46,6 +46,8 @@ class StateGroup:
         set_hyperparameters: updates that entry.
         whole_states: names of states that the optimizer keeps for whole parameters, even where it holds a part only.
         own_step: a saved step as this optimizer keeps one; another one may have saved it.
+        state_dtype: returns the dtype that this optimizer gives a new state, from the dtypes that the state and the
+            master weights had where they were saved (None: unknown).
     """
 
     flat: FlatGroup
@@ -58,6 +60,7 @@ class StateGroup:
     set_hyperparameters: Callable[[Mapping[str, Any]], None]
     whole_states: frozenset[str] = frozenset()
     own_step: Callable[[Any], Any] = lambda step: step
+    state_dtype: Callable[[torch.dtype | None, torch.dtype | None], torch.dtype] = lambda saved, master: torch.float32
 
     @property
     def partition(self) -> Partition:
@@ -79,14 +82,18 @@ class StateGroup:
 
         The test of shape is DeepSpeed's own (tensor_fragment.set_optim_state_fragment).
         """
-        master = self.master()
-        states = {MASTER: master}
+        states = {MASTER: self.master()}
         for name, value in self.state().items():
-            if name in self.whole_states:
-                states[name] = self._partition_of(name, value)
-            elif torch.is_tensor(value) and value.shape == master.shape:
-                states[name] = value
+            if self._is_sharded(name, value):
+                states[name] = self._partition_of(name, value) if name in self.whole_states else value
         return states
+
+    def other_states(self) -> dict[str, Any]:
+        """Every state that is not partitioned like the master weights, the step among them, by state name."""
+        return {name: value for name, value in self.state().items() if not self._is_sharded(name, value)}
+
+    def _is_sharded(self, name: str, value: Any) -> bool:
+        return name in self.whole_states or (torch.is_tensor(value) and value.shape == self.master().shape)
 
     def _partition_of(self, state: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's partition of a state that it keeps whole parameters of; padding is zero."""
@@ -108,6 +115,7 @@ class EngineState:
         parameters: the module's parameters by the names DeepSpeed knows them by, aliases of tied ones included.
         module: the model.
         tied: names of the parameters that other pipeline stages have copies of, which DeepSpeed keeps equal.
+        stray_states: returns the keys of the optimizer's state that are none of its partitions.
         common_optimizer_state: returns what zero/optimizer_state.pt holds.
         model_state: returns what this rank's mp_rank file holds without ``module``, given the client state and whether
             frozen parameters are excluded.
@@ -121,6 +129,7 @@ class EngineState:
     parameters: Mapping[str, torch.nn.Parameter]
     module: torch.nn.Module
     tied: frozenset[str]
+    stray_states: Callable[[], list[str]]
     common_optimizer_state: Callable[[], dict[str, Any]]
     model_state: Callable[[Mapping[str, Any], bool], dict[str, Any]]
     half_precision: bool

@@ -14,6 +14,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, VOCAB_TENS
 
 from megads_ucp import storage
 from megads_ucp.engine.compat import PICKLED_CLASSES
+from megads_ucp.engine.state import Coordinates
 from megads_ucp.errors import StorageError
 from megads_ucp.layout.attention import QKV_ORDER, AttentionOrder
 from megads_ucp.load.reads import File
@@ -23,10 +24,12 @@ from megads_ucp.storage.format import (
     MASTER,
     MODEL_STATES_FILES,
     OPTIMIZER_STATE,
+    OPTIMIZER_VALUES,
     STEP,
     ZERO,
     state_file,
 )
+from megads_ucp.storage.values import GroupValues, from_file
 
 
 class Checkpoint:
@@ -116,6 +119,27 @@ class Checkpoint:
             return None
         self._check_object(state_file(parameter, STEP))
         return storage.read_object(self.directory / state_file(parameter, STEP))
+
+    def has_grid(self, place: Coordinates) -> bool:
+        """Whether the run that saved had as many pipeline stages and tensor-parallel ranks as this one."""
+        saved = self.manifest.topology if self.manifest is not None else {}
+        return (saved.get("pipeline_stages"), saved.get("tensor_parallel")) == (place.stages, place.tp_degree)
+
+    def values(self) -> tuple[GroupValues, ...]:
+        """What the optimizer kept beside its tensors; none from the stock converter or an export of version 0.1.
+
+        Raises:
+            StorageError: the file of it is missing, damaged or of another export.
+        """
+        if OPTIMIZER_VALUES not in self._files:
+            return ()
+        self._check_object(OPTIMIZER_VALUES)
+        return from_file(storage.read_object(self.directory / OPTIMIZER_VALUES))
+
+    def state_dtypes(self, parameter: str) -> Mapping[str, torch.dtype]:
+        """Dtypes of a parameter's states in the run that saved, master weights included; none without a manifest."""
+        known = self._parameter(parameter)
+        return {} if known is None else {name: getattr(torch, dtype) for name, dtype in known.states.items()}
 
     def common_state(self) -> dict[str, Any]:
         """Content of zero/optimizer_state.pt."""

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.constants import PARAM_GROUPS
 
-from megads_ucp.engine.state import NO_VALUES, StateGroup
+from megads_ucp.engine.state import NO_VALUES, EngineState, StateGroup
 from megads_ucp.errors import StorageError
 from megads_ucp.load.checkpoint import Checkpoint
 from megads_ucp.load.states import GroupState
 from megads_ucp.storage import GroupRecord
 from megads_ucp.storage.format import MASTER, STEP
+from megads_ucp.storage.values import GroupValues, Place
 
 
 @dataclass(frozen=True)
@@ -44,43 +45,66 @@ class _Source:
 
 
 def saved_groups_of(
-    groups: Sequence[StateGroup], common: Mapping[str, Any], checkpoint: Checkpoint, strict: bool
+    state: EngineState, common: Mapping[str, Any], checkpoint: Checkpoint, strict: bool
 ) -> tuple[GroupState, ...]:
-    """What the checkpoint has for each group.
+    """What the checkpoint has for each group of this rank.
 
     Args:
-        groups: of this run.
+        state: of this run.
         common: content of zero/optimizer_state.pt.
         checkpoint: the same.
         strict: whether every parameter must be in it.
 
     Raises:
-        StorageError: a group has not the members that it was saved with, or was not trained.
+        StorageError: a group has not the members that it was saved with, or was not trained, or its optimizer kept
+            more than could be saved.
     """
-    hyperparameters = _hyperparameters(groups, common, checkpoint)
-    states = [_states(group, checkpoint, strict) for group in groups]
-    return tuple(GroupState(values, names, step) for values, (names, step) in zip(hyperparameters, states, strict=True))
+    values = _values(state, common, checkpoint)
+    return tuple(_group_state(group, own, checkpoint, strict) for group, own in zip(state.groups, values, strict=True))
 
 
-def _hyperparameters(
-    groups: Sequence[StateGroup], common: Mapping[str, Any], checkpoint: Checkpoint
-) -> list[dict[str, Any]]:
-    """What each group was saved with: by its members' names or, where the checkpoint does not say them, by position.
-
-    Raises:
-        StorageError: a group has not the members that it was saved with, or was not trained.
-    """
+def _values(state: EngineState, common: Mapping[str, Any], checkpoint: Checkpoint) -> list[GroupValues | None]:
+    """What each group was saved with: by its members' names or, where the checkpoint does not say them, by position."""
     stored = [{key: value for key, value in group.items() if key not in NO_VALUES} for group in common[PARAM_GROUPS]]
     saved = checkpoint.groups()
     if not saved:
-        if len(groups) != len(stored):
+        if len(state.groups) != len(stored):
             raise StorageError(
-                f"{checkpoint.directory} was saved with {len(stored)} parameter groups, this run has {len(groups)}: "
-                "build the same groups, or load with load_optimizer_states=False."
+                f"{checkpoint.directory} was saved with {len(stored)} parameter groups, this run has "
+                f"{len(state.groups)}: build the same groups, or load with load_optimizer_states=False."
             )
-        return stored
+        return [GroupValues(0, index, 0, values, {}) for index, values in enumerate(stored)]
+    sources = _sources_of(state, checkpoint, saved)
+    kept = {(values.stage, values.index): values for values in checkpoint.values()}
+    if left_out := sorted({entry for values in kept.values() for entry in values.left_out}):
+        raise StorageError(
+            f"{checkpoint.directory} lacks part of the optimizer's state, as its export has warned: {left_out}. Load "
+            "with load_optimizer_states=False, or load the regular checkpoint at the topology it was saved at."
+        )
+    found: list[GroupValues | None] = []
+    for source, group in zip(sources, state.groups, strict=True):
+        if source is None:
+            found.append(None)
+        elif (source.stage, source.index) in kept:
+            values = kept[source.stage, source.index]
+            found.append(values.of(_place_in(checkpoint, values, state, group)))
+        else:  # an export of version 0.1, with the values of the first stage as they were, and all as JSON holds them
+            first = source.stage == saved[0].stage
+            given = stored[source.index] if first else source.hyperparameters
+            found.append(GroupValues(source.stage, source.index, 0, given, {}))
+    return found
+
+
+def _place_in(checkpoint: Checkpoint, values: GroupValues, state: EngineState, group: StateGroup) -> Place:
+    """This rank's place in the group that it continues, at the same topology; at another one the first rank's."""
+    same = checkpoint.has_grid(state.coordinates) and values.degree == len(group.ranks)
+    return (state.coordinates.tp_rank, group.shard_rank) if same else (-1, -1)
+
+
+def _sources_of(state: EngineState, checkpoint: Checkpoint, saved: tuple[GroupRecord, ...]) -> list[GroupRecord | None]:
+    """The saved group that each group of this rank continues."""
     known = {name for group in saved for name in group.parameters}
-    members = [[member.name for member in group.flat.members] for group in groups]
+    members = [[member.name for member in group.flat.members] for group in state.groups]
     for name in (name for names in members for name in names):
         if name not in known and checkpoint.has(name):
             raise StorageError(
@@ -89,31 +113,30 @@ def _hyperparameters(
                 "load_optimizer_states=False."
             )
     try:
-        sources = match_groups(members, saved)
+        return match_groups(members, saved)
     except StorageError as error:
         raise StorageError(f"{checkpoint.directory}: {error}") from error
-    # zero/optimizer_state.pt has the values of the first stage as they were, the manifest all as JSON holds them.
-    return [
-        {}
-        if source is None
-        else stored[source.index]
-        if source.stage == saved[0].stage
-        else revived(source.hyperparameters, group.hyperparameters())
-        for source, group in zip(sources, groups, strict=True)
-    ]
 
 
-def _states(group: StateGroup, checkpoint: Checkpoint, strict: bool) -> tuple[tuple[str, ...], Any]:
-    """Names of the states that the checkpoint has for the group's parameters, and their step.
+def _group_state(group: StateGroup, values: GroupValues | None, checkpoint: Checkpoint, strict: bool) -> GroupState:
+    """What the checkpoint has for a group that continues one with these values, None if it continues none.
 
-    All of a group have the same. One that has none was not trained; if all have none, no step had been taken.
+    All parameters of a group have the same states. One that has none was not trained; if all have none, no step had
+    been taken, or the optimizer keeps no tensors.
     """
-    for member in group.flat.members:
-        if strict or checkpoint.has(member.name):
-            saved = checkpoint.states(member.name)
-            if saved != [MASTER]:
-                return tuple(name for name in saved if name not in (MASTER, STEP)), checkpoint.step(member.name)
-    return (), None
+    values = values or GroupValues(0, 0, 0, {}, {})
+    candidates = (m.name for m in group.flat.members if strict or checkpoint.has(m.name))
+    name = next((name for name in candidates if checkpoint.states(name) != [MASTER]), None)
+    states = [] if name is None else checkpoint.states(name)
+    dtypes = {} if name is None else checkpoint.state_dtypes(name)
+    step = {STEP: checkpoint.step(name)} if name is not None and STEP in states else {}
+    return GroupState(
+        revived(values.hyperparameters, group.hyperparameters()),
+        {state: dtypes.get(state) for state in states if state not in (MASTER, STEP)},
+        dtypes.get(MASTER),
+        {**step, **values.scalars},
+        values.on_device,
+    )
 
 
 def match_groups(groups: Sequence[Sequence[str]], saved: Sequence[GroupRecord]) -> list[GroupRecord | None]:
@@ -214,7 +237,9 @@ def revived(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, A
 
 
 def _revived(value: Any, current: Any) -> Any:
-    if isinstance(current, torch.Tensor) and isinstance(value, bool | int | float):
+    if isinstance(value, torch.Tensor) and not isinstance(current, torch.Tensor | None):
+        return value.item()
+    if isinstance(current, torch.Tensor) and isinstance(value, bool | int | float | torch.Tensor):
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)

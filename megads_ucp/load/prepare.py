@@ -76,7 +76,7 @@ def _prepare(context: EngineContext, directory: Path, request: LoadRequest) -> R
             raise StorageError(f"{directory} has no {storage.MANIFEST}, so nothing can be verified: drop the flag.")
         common = checkpoint.common_state()
         if request.optimizer_states:
-            groups = saved_groups_of(state.groups, common, checkpoint, request.strict)
+            groups = saved_groups_of(state, common, checkpoint, request.strict)
     survey = _survey(context, checkpoint)
     layouts = survey.layouts[state.coordinates.stage]
     if channel.rank == 0:

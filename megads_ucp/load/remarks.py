@@ -23,6 +23,13 @@ def remarks(checkpoint: Checkpoint, state: EngineState) -> Iterator[str]:
             f"holds the optimizer states of {optimizers[0]}, this run has {optimizers[1]}. If they do not keep the "
             "same states, load with load_optimizer_states=False."
         )
+    for values in checkpoint.values():
+        degrees = {len(group.ranks) for group in state.groups}
+        if values.differing and not (checkpoint.has_grid(state.coordinates) and degrees == {values.degree}):
+            yield (
+                f"has other values of {', '.join(values.differing_names())} (group {values.index}) on each rank of the "
+                "run that saved, at another topology: all ranks get the first one's."
+            )
     saved = run.get("train_batch_size")
     if saved not in (None, facts["train_batch_size"]):
         yield (

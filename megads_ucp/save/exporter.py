@@ -17,6 +17,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from megads_ucp import storage
 from megads_ucp.comm.channel import HOST, Channel
 from megads_ucp.comm.exchange import Exchange
+from megads_ucp.engine.compat import PICKLED_CLASSES
 from megads_ucp.engine.context import EngineContext
 from megads_ucp.engine.state import EngineState
 from megads_ucp.errors import UniversalCheckpointError
@@ -24,10 +25,22 @@ from megads_ucp.plan.save import make_plan
 from megads_ucp.plan.types import Plan
 from megads_ucp.save.manifest import group_records, manifest, merge_groups
 from megads_ucp.save.objects import small_files
+from megads_ucp.save.optimizer_values import (
+    ONLY_WEIGHTS,
+    RankValues,
+    check_nothing_left_out,
+    collect,
+    drift_of,
+    left_out_message,
+    listed,
+    merge,
+)
 from megads_ucp.save.replicas import Comparison, judge
 from megads_ucp.save.snapshot import Snapshot
 from megads_ucp.save.types import ExportReport, ExportRequest
 from megads_ucp.save.writer import ExtentWriter
+from megads_ucp.storage.format import OPTIMIZER_STATE, OPTIMIZER_VALUES
+from megads_ucp.storage.values import from_file, to_file
 from megads_ucp.survey import Survey
 
 logger = logging.getLogger("megads_ucp")
@@ -51,6 +64,7 @@ class Exporter:
         self._context = context
         self._prepared: _Prepared | None = None
         self._writer = ExtentWriter()
+        self._warned: set[str] = set()
         self.last_report: ExportReport | None = None
 
     def export(self, request: ExportRequest) -> ExportReport | None:
@@ -91,6 +105,9 @@ class Exporter:
         with report.timed("snapshot"), channel.agreed("reading the optimizer's state"):
             snapshot = Snapshot(state)
             snapshot.warn_of_rounding(prepared.survey.layouts[state.coordinates.stage])
+            values = collect(state, channel.rank)
+            if self._context.config.strict:
+                check_nothing_left_out(values.left_out, state.facts()["base_optimizer"])
         with report.timed("compare"):
             drifts = prepared.comparison.run(channel, snapshot.values, self._bucket_bytes)
             judge(drifts, self._context.config.on_drift, speaks=channel.rank == 0)
@@ -101,10 +118,12 @@ class Exporter:
             with report.timed("exchange and write"):
                 records = self._write_tensors(channel, plan, snapshot, staging)
             with report.timed("small files"), channel.agreed("writing the small files"):
-                for name, value in small_files(request, state, prepared.survey, plan, snapshot, channel.rank):
+                for name, value in small_files(request, state, prepared.survey, plan, snapshot, values):
                     records.append(storage.write_object(staging.path(name), value, root=staging.directory))
+                    if name == OPTIMIZER_STATE:  # a resume must be able to read it without running code
+                        storage.read_object(staging.path(name), PICKLED_CLASSES)
             with report.timed("commit"):
-                self._commit(channel, state, plan, staging, records, absent, request.latest)
+                self._commit(channel, state, plan, values, staging, records, absent, request.latest)
         except BaseException:
             if channel.rank == 0:
                 staging.discard()
@@ -153,29 +172,66 @@ class Exporter:
         channel: Channel,
         state: EngineState,
         plan: Plan,
+        values: RankValues,
         staging: storage.Staging,
         records: list[storage.ExtentRecord],
         absent: Collection[str],
         latest: Path | None,
     ) -> None:
         """Complete the files that several ranks wrote, write the manifest, and give the directory its name."""
-        gathered = channel.gather((records, group_records(state) if state.first_of_replicas else []))
-        extents = [record for by_rank, _ in gathered or [] for record in by_rank]
+        speaks = self._speaks(channel, state, values)
+        gathered = channel.gather(
+            (records, group_records(state) if state.first_of_replicas else [], values if speaks else None)
+        )
+        extents = [record for by_rank, _, _ in gathered or [] for record in by_rank]
         split: dict[str, int] = {}
         with channel.agreed("completing the files"):
             if gathered is not None:
                 split = storage.split_crc32(extents)
+                extents.append(self._write_values([own for _, _, own in gathered if own is not None], state, staging))
         split = channel.broadcast(split, 0)
         with channel.agreed("completing the files"):
             for name, frame in self._writer.split_frames(plan):
                 storage.write_frame(staging.path(name), frame, split[name])
         with channel.agreed(f"committing {staging.target}"):
             if gathered is not None:
-                groups = merge_groups(group for _, by_rank in gathered for group in by_rank)
+                groups = merge_groups(group for _, by_rank, _ in gathered for group in by_rank)
                 files = storage.file_records(self._writer.frames(plan), extents)
                 content = manifest(state, plan, files, groups, absent, staging.run_id, channel.world)
                 storage.write_manifest(staging.directory, content)
                 staging.commit(latest, sizes={file.path: file.nbytes for file in files})
+
+    def _speaks(self, channel: Channel, state: EngineState, values: RankValues) -> bool:
+        """Whether rank 0 needs this rank's values: the first of the replicas speaks for all that have the same."""
+        place = state.coordinates
+        own = [place.stage, place.tp_rank, int(state.first_of_replicas), values.digest()]
+        digests = {(stage, tp): digest for stage, tp, first, digest in channel.all_gather_ints(own) if first}
+        return state.first_of_replicas or digests[place.stage, place.tp_rank] != own[-1]
+
+    def _write_values(
+        self, ranks: list[RankValues], state: EngineState, staging: storage.Staging
+    ) -> storage.ExtentRecord:
+        """Write what the optimizer keeps beside its tensors; warn of what is left out, and of what differs by rank."""
+        groups = merge(ranks)
+        left_out = list(dict.fromkeys(entry for group in groups for entry in group.left_out))
+        if left_out:
+            self._warn(f"{left_out_message(left_out, state.facts()['base_optimizer'])} {ONLY_WEIGHTS}")
+        if drift := drift_of(groups):
+            names = sorted({name for group in groups for name in group.differing_names()})
+            self._warn(
+                f"values of the optimizer that differ between ranks: {listed(drift)}. A resume at the same topology "
+                "gives each rank its own back, another one gives all of them the first rank's.",
+                key=", ".join(names),
+            )
+        record = storage.write_object(staging.path(OPTIMIZER_VALUES), to_file(groups), root=staging.directory)
+        from_file(storage.read_object(staging.path(OPTIMIZER_VALUES)))
+        return record
+
+    def _warn(self, text: str, key: str | None = None) -> None:
+        """Warn once for a key, by default the text."""
+        if (key or text) not in self._warned:
+            self._warned.add(key or text)
+            logger.warning("%s", text)
 
 
 def _stage(channel: Channel, staging: storage.Staging) -> None:

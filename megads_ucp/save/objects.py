@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.checkpoint.constants import PARAM_GROUPS, UNIVERSAL_CHECKPOINT_INFO
 
-from megads_ucp.engine.state import EngineState
+from megads_ucp.engine.state import NO_VALUES, EngineState
 from megads_ucp.layout.info import info_of
 from megads_ucp.layout.layout import Layout
-from megads_ucp.plan.types import UNOWNED, Plan
+from megads_ucp.plan.types import Plan
+from megads_ucp.save.optimizer_values import RankValues, steps_of
 from megads_ucp.save.snapshot import Snapshot, held_whole
 from megads_ucp.save.types import ExportRequest
 from megads_ucp.storage.format import OPTIMIZER_STATE, STEP, exact_file, model_states_file, state_file
@@ -20,17 +21,15 @@ from megads_ucp.survey import Survey
 
 
 def small_files(
-    request: ExportRequest, state: EngineState, survey: Survey, plan: Plan, snapshot: Snapshot, rank: int
+    request: ExportRequest, state: EngineState, survey: Survey, plan: Plan, snapshot: Snapshot, values: RankValues
 ) -> Iterator[tuple[str, Any]]:
-    """Name and content of every small file that ``rank`` writes: the steps of its parameters, and what the first of
+    """Name and content of every small file that this rank writes: the steps of its parameters, and what the first of
     the data-parallel replicas writes for all."""
+    steps = steps_of(values)
     for subject in plan.subjects:
         first = min(subject.holdings, key=lambda h: (h.tp_rank, h.fragment.param_start), default=None)
-        if first is None or first.rank != rank or first.group == UNOWNED:
-            continue
-        step = state.groups[first.group].state().get(STEP)
-        if step is not None:
-            yield state_file(subject.name, STEP), step
+        if first is not None and first.rank == values.rank and first.group in steps:
+            yield state_file(subject.name, STEP), steps[first.group]
     if not state.first_of_replicas:
         return
     place = state.coordinates
@@ -38,7 +37,12 @@ def small_files(
     if place.tp_rank == 0 and (exact := _exact_values(snapshot, plan)):
         yield exact_file(place.stage), exact
     if (place.stage, place.tp_rank) == (0, 0):
-        yield OPTIMIZER_STATE, state.common_optimizer_state()
+        common = state.common_optimizer_state()
+        for group, portable in zip(common[PARAM_GROUPS], values.groups, strict=True):
+            members = {key: group[key] for key in NO_VALUES if key in group}
+            group.clear()
+            group.update({**portable.hyperparameters, **members})
+        yield OPTIMIZER_STATE, common
 
 
 def _exact_values(snapshot: Snapshot, plan: Plan) -> dict[str, torch.Tensor]:

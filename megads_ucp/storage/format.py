@@ -22,6 +22,9 @@ MASTER = "fp32"
 STEP = "step"
 """The one state that is a scalar per parameter, written bare to step.pt."""
 
+OPTIMIZER_VALUES = "optimizer_values.pt"
+"""File, ours alone, of what the optimizer keeps beside states that are cut like its partition (storage/values.py)."""
+
 OPTIMIZER_STATE = f"{ZERO}/optimizer_state.pt"
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree, RAdamScheduleFree, SGDScheduleFree
+from transformers import Adafactor
 
 from tests.support.models import MLP
 from tests.support.runs import (
@@ -24,6 +26,22 @@ from tests.support.runs import (
 
 def deepspeeds(name: str, **parameters: Any) -> dict[str, Any]:
     return {"config": {"optimizer": {"type": name, "params": {"lr": 1e-2, **parameters}}}}
+
+
+def torchs(kind: Callable[..., torch.optim.Optimizer], **parameters: Any) -> dict[str, Any]:
+    return {"optimizer": lambda groups: kind(groups, lr=1e-2, **parameters)}
+
+
+def in_training(kind: Any) -> Callable[..., torch.optim.Optimizer]:
+    """A schedule-free optimizer as its users make it: it refuses to step before it is told that it trains."""
+
+    def make(groups: Any, **parameters: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = kind(groups, **parameters)
+        for group in optimizer.param_groups:  # train() would leave a state of each parameter, before ZeRO takes over
+            group["train_mode"] = True
+        return optimizer
+
+    return make
 
 
 class Lion(torch.optim.Optimizer):
@@ -79,6 +97,22 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "adagrad": ("fp32", {"optimizer": torch.optim.Adagrad, "groups": one_group}, {"sum", "step"}),
     "muon": ("fp32", {"model": tagged_for_muon, **deepspeeds("Muon", torch_adam=True)}, set()),
     "muon_bf16": ("bf16_optimizer", {"model": tagged_for_muon, **deepspeeds("Muon", torch_adam=True)}, set()),
+    "nadam": ("fp32", torchs(torch.optim.NAdam), ADAM),  # and mu_product, of the whole partition
+    "asgd": ("fp32", torchs(torch.optim.ASGD), {"ax", "step"}),  # and eta and mu
+    "radam": ("fp32", torchs(torch.optim.RAdam), ADAM),
+    "adamax": ("fp32", torchs(torch.optim.Adamax), {"exp_avg", "exp_inf", "step"}),
+    "rmsprop": ("fp32", torchs(torch.optim.RMSprop, momentum=0.9), {"square_avg", "momentum_buffer", "step"}),
+    "rprop": ("fp32", torchs(torch.optim.Rprop), {"prev", "step_size", "step"}),
+    "adadelta": ("fp32", torchs(torch.optim.Adadelta), {"square_avg", "acc_delta", "step"}),
+    "adafactor": ("fp32", torchs(torch.optim.Adafactor), {"variance", "step"}),
+    "hugging_face_adafactor": (
+        "fp32",
+        torchs(Adafactor, scale_parameter=False, relative_step=False),
+        {"exp_avg_sq", "step"},  # and RMS, of each rank's partition
+    ),
+    "schedule_free_adamw": ("fp32", torchs(in_training(AdamWScheduleFree)), {"z", "exp_avg_sq"}),
+    "schedule_free_sgd": ("fp32", torchs(in_training(SGDScheduleFree)), {"z"}),
+    "schedule_free_radam": ("fp32", torchs(in_training(RAdamScheduleFree)), {"z", "exp_avg_sq"}),
     # These two keep `step` in places of their own. They compile C++ extensions, once per pytest cache.
     "deepspeeds_fused_adam": ("fp32", deepspeeds("Adam"), ADAM),
     "deepspeed_cpu_adam": ("cpu_offload", deepspeeds("AdamW"), ADAM),
