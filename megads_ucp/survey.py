@@ -24,7 +24,7 @@ from megads_ucp.layout.partition import FlatGroup, Fragment
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.types import UNOWNED, Holding, StateSpec, Subject
 from megads_ucp.sources.patterns import DEFAULT, PatternRules, rules_from_patterns
-from megads_ucp.sources.resolve import Claim, Trust, resolve
+from megads_ucp.sources.resolve import Claim, Trust, check_resolved, resolve
 from megads_ucp.storage.format import MASTER
 
 
@@ -128,7 +128,7 @@ def build_survey(descriptions: tuple[RankDescription, ...]) -> Survey:
     patterns = [_pattern_rules(peers, shards) for peers, shards in zip(stages, shapes, strict=True)]
     # A pattern for the embedding matches nothing on the last stage: only what no stage knows is unused.
     unused = frozenset.intersection(*(rules.unused for rules in patterns))
-    layouts, warnings = [], [warning for peers in stages for peer in peers for warning in peer.warnings]
+    resolutions = []
     for peers, shards, named in zip(stages, shapes, patterns, strict=True):
         buffers = {name: Rule("replicated", "buffers are not cut") for name in peers[0].buffers}
         claims = [
@@ -144,8 +144,14 @@ def build_survey(descriptions: tuple[RankDescription, ...]) -> Survey:
             vocabulary={**_padded_vocabularies(peers), **named.vocabulary},
             unused_patterns=unused,
         )
-        layouts.append({name: build_layout(name, rule, shards[name]) for name, rule in resolution.rules.items()})
-        warnings.extend(resolution.warnings)
+        resolutions.append(resolution)
+    check_resolved(resolutions)
+    layouts = [
+        {name: build_layout(name, rule, shards[name]) for name, rule in resolution.rules.items()}
+        for resolution, shards in zip(resolutions, shapes, strict=True)
+    ]
+    warnings = [warning for peers in stages for peer in peers for warning in peer.warnings]
+    warnings += [warning for resolution in resolutions for warning in resolution.warnings]
     return Survey(descriptions, tuple(layouts), tuple(dict.fromkeys(warnings)))
 
 

@@ -155,6 +155,21 @@ def test_a_parameter_that_one_tensor_parallel_rank_lacks_is_named():
         build_survey((description(0), other))
 
 
+def test_parameters_of_unknown_layout_are_listed_for_all_stages_at_once():
+    """And not four of ten, then three more once those have been seen to."""
+    stages = [{f"{stage}.{number}": (4, 6) for number in range(3)} for stage in range(3)]
+    described = tuple(
+        description(tp_rank, stage=stage, stages=3, groups=(shapes,), rules={})
+        for stage, shapes in enumerate(stages)
+        for tp_rank in range(2)
+    )
+    with pytest.raises(LayoutError) as caught:
+        build_survey(described)
+
+    assert "How 9 parameters are cut" in str(caught.value)
+    assert all(f"\n  {name}, shape (4, 6)" in str(caught.value) for shapes in stages for name in shapes)
+
+
 def test_rules_that_differ_between_tensor_parallel_ranks_are_named():
     other = description(1, rules={**RULES, "norm": Rule("averaged", "layers")})
     with pytest.raises(LayoutError, match=r"ranks 0 and 1 disagree on the layout of norm \(source: layers\)"):

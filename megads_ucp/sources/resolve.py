@@ -3,7 +3,8 @@
 
 The highest trust wins. A lower source that contradicts it is overridden, with one warning that lists all such rules. A
 lower source that only adds detail (sub-parameters of one block, copies that are to be averaged) is followed. It is an
-error if two sources of equal trust disagree, or if a parameter has no source, or only a doubtful one.
+error if two sources of equal trust disagree, or if a parameter has no source, or only a doubtful one. A model may lie
+on several pipeline stages: its rules are resolved stage by stage, and such parameters of all of them are one error.
 """
 
 from __future__ import annotations
@@ -40,10 +41,17 @@ class Claim:
 
 @dataclass(frozen=True)
 class Resolution:
-    """The rules to build Layouts from, by parameter name, and warnings for the user."""
+    """What became of the claims.
+
+    Attributes:
+        rules: to build Layouts from, by parameter name.
+        warnings: for the user.
+        unresolved: a line for each parameter without a trustworthy rule.
+    """
 
     rules: Mapping[str, Rule]
     warnings: tuple[str, ...]
+    unresolved: tuple[str, ...] = ()
 
 
 def resolve(
@@ -66,9 +74,6 @@ def resolve(
             geometry.
         unused_patterns: name patterns that match no parameter of any pipeline stage. Harmless, unless a parameter at
             TP > 1 rests on the stock converter's default alone, as it would after a typo in a pattern.
-
-    Raises:
-        LayoutError: some parameters have no trustworthy rule; the message lists all of them, why, and what to do.
     """
     ordered = sorted(claims, key=lambda claim: -claim.trust)
     unused = sorted(unused_patterns)
@@ -84,9 +89,20 @@ def resolve(
         else:
             chosen[name] = _with_vocabulary(choice.rule, (vocabulary or {}).get(name))
             overridden += [(name, loser, choice.rule) for loser in choice.overridden]
-    if problems:
-        raise _unresolved(problems, shard_shapes)
-    return Resolution(chosen, (_warning(overridden),) if overridden else ())
+    lines = (f"  {name}, {_shapes(shard_shapes[name])}: {why}" for name, why in problems.items())
+    return Resolution(chosen, (_warning(overridden),) if overridden else (), tuple(lines))
+
+
+def check_resolved(resolutions: Iterable[Resolution]) -> None:
+    """Check that every parameter of all pipeline stages has a rule.
+
+    Raises:
+        LayoutError: some have none; the message lists them, why, and what to do.
+    """
+    lines = list(dict.fromkeys(line for resolution in resolutions for line in resolution.unresolved))
+    if lines:
+        title = f"How {len(lines)} parameters are cut over tensor-parallel ranks is not known for certain:"
+        raise LayoutError("\n".join([title, *_cut(lines), _WAYS_OUT]))
 
 
 @dataclass(frozen=True)
@@ -226,12 +242,6 @@ def _warning(overridden: Sequence[tuple[str, Rule, Rule]]) -> str:
 _WAYS_OUT = r"""Ways out: build them from Megatron layers, or set `tensor_model_parallel` and `partition_dim` on the
 parameters as those do; or name each of them, replicated ones included, in client_state["universal_checkpoint_info"]
 with an exact pattern (r"^layers\.0\.weight$"); or let DeepSpeed's AutoTP split the model."""
-
-
-def _unresolved(problems: Mapping[str, str], shard_shapes: Mapping[str, Shapes]) -> LayoutError:
-    lines = [f"  {name}, {_shapes(shard_shapes[name])}: {why}" for name, why in problems.items()]
-    title = f"How {len(problems)} parameters are cut over tensor-parallel ranks is not known for certain:"
-    return LayoutError("\n".join([title, *_cut(lines), _WAYS_OUT]))
 
 
 def _shapes(shapes: Shapes) -> str:

@@ -14,7 +14,7 @@ from megads_ucp.errors import LayoutError
 from megads_ucp.sources.attributes import rules_from_attributes
 from megads_ucp.sources.megatron_core import rules_from_sharded_state_dict
 from megads_ucp.sources.patterns import rules_from_patterns
-from megads_ucp.sources.resolve import Claim, Trust, resolve
+from megads_ucp.sources.resolve import Claim, Trust, check_resolved, resolve
 from tests.support.layouts import Described, detached, on_ranks, parameters_of
 from tests.support.ranks import run_ranks
 
@@ -312,4 +312,4 @@ def test_patterns_of_a_client_are_overridden_by_megatron_layers():
     assert result.rules == rules
     assert len(result.warnings) == 1
     with pytest.raises(LayoutError, match="several rules"):
-        resolve(list(rules), shapes, claims[1:], tp_degree=2)
+        check_resolved([resolve(list(rules), shapes, claims[1:], tp_degree=2)])

@@ -18,7 +18,7 @@ from megads_ucp.errors import LayoutError
 from megads_ucp.layout.layout import Layout, build_layout
 from megads_ucp.layout.rule import Rule
 from megads_ucp.sources.patterns import PatternRules, rules_from_patterns
-from megads_ucp.sources.resolve import Claim, Resolution, Trust, resolve
+from megads_ucp.sources.resolve import Claim, Resolution, Trust, check_resolved, resolve
 from tests.support.layouts import rebuild
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
@@ -36,7 +36,7 @@ def resolved(
     *better: Claim,
     unused: frozenset[str] | None = None,
 ) -> Resolution:
-    return resolve(
+    result = resolve(
         list(shapes),
         shapes,
         [
@@ -48,6 +48,8 @@ def resolved(
         vocabulary=patterns.vocabulary,
         unused_patterns=patterns.unused if unused is None else unused,
     )
+    check_resolved([result])
+    return result
 
 
 # ------------------------------------------------------------------------------------------ against the stock converter

@@ -11,7 +11,7 @@ from deepspeed.checkpoint.affine import block_gather_map, contiguous_split_map, 
 from megads_ucp.errors import LayoutError
 from megads_ucp.layout.layout import build_layout
 from megads_ucp.layout.rule import Rule
-from megads_ucp.sources.resolve import Claim, Resolution, Trust, resolve
+from megads_ucp.sources.resolve import Claim, Resolution, Trust, check_resolved, resolve
 
 COLUMN, ROW = (Rule("split", f"dim {dim}", dim=dim) for dim in (0, 1))
 REPLICATED = Rule("replicated", "whole")
@@ -25,7 +25,9 @@ def choose(*claims: tuple[Trust, Rule], shapes: dict[str, Any] = SHAPES, doubt: 
     made = [Claim(rule.source, trust, {"w": rule}) for trust, rule in claims]
     if doubt:
         made[-1] = Claim(made[-1].source, made[-1].trust, made[-1].rules, {"w": doubt})
-    return resolve(["w"], shapes, made, tp_degree=len(shapes["w"]))
+    result = resolve(["w"], shapes, made, tp_degree=len(shapes["w"]))
+    check_resolved([result])
+    return result
 
 
 def test_the_higher_trust_wins_and_says_so_once():
@@ -56,7 +58,7 @@ def test_long_warnings_and_errors_are_cut():
     assert len(warning.splitlines()) == 12
     assert "and 20 more" in warning
     with pytest.raises(LayoutError, match="and 20 more") as error:
-        resolve(names, shapes, [], tp_degree=2)
+        check_resolved([resolve(names, shapes, [], tp_degree=2)])
     for way_out in ("tensor_model_parallel", "universal_checkpoint_info", "AutoTP"):
         assert way_out in str(error.value)
 
