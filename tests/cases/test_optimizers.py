@@ -17,6 +17,7 @@ from tests.support.runs import (
     UNIVERSAL,
     Recipe,
     assert_resumes,
+    assert_same_state,
     export,
     one_group,
     resume,
@@ -142,6 +143,10 @@ def test_every_state_of_every_optimizer(name: str, tmp_path: Path, build_op: Cal
 
     rel = 1e-5 if kind.startswith("fp32") else 5e-3
     assert_resumes(recipe, 2, tmp_path / "source", tmp_path / "dp2", losses, rel=0)
+    if "adafactor" in name:  # it clips the update of each partition by its norm: losses depend on where ZeRO cuts
+        resume(recipe, 3, tmp_path / "source", again=tmp_path / "dp3")
+        assert_same_state(tmp_path / "dp3" / UNIVERSAL, tmp_path / "source" / UNIVERSAL)
+        return
     assert_resumes(recipe, 3, tmp_path / "source", tmp_path / "dp3", losses, rel=rel)
 
 
