@@ -122,7 +122,7 @@ class Stray(Plain):
     """Keeps something under a name instead of a parameter."""
 
     def keep(self, state: dict[Any, Any], group: dict[str, Any], parameter: torch.Tensor) -> float:
-        self.state["memory"] = {"step": 1}
+        self.state["memory"] = {"step": 1}  # type: ignore[index]
         return 1.0
 
 
