@@ -8,13 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
+
+from deepspeed.checkpoint.affine import AffinePiece
 
 from megads_ucp.errors import LayoutError
+from megads_ucp.layout.rule import Rule, Shapes
 from megads_ucp.layout.strides import Ints, cut, index_of, pack_axes, reach
 
-if TYPE_CHECKING:
-    from megads_ucp.layout.layout import Layout
+
+class Pieces(Protocol):
+    """What is checked of a Layout."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rule(self) -> Rule: ...
+    @property
+    def tp_degree(self) -> int: ...
+    @property
+    def shape(self) -> Ints: ...
+    @property
+    def shard_shapes(self) -> Shapes: ...
+    def pieces(self, tp_rank: int) -> list[AffinePiece]: ...
 
 
 class Side(NamedTuple):
@@ -36,7 +52,7 @@ class Defect(NamedTuple):
     address: int
 
 
-def check_coverage(layout: Layout) -> None:
+def check_coverage(layout: Pieces) -> None:
     """Check that shards and full tensor account for each other exactly.
 
     Every element of the full tensor must be held by exactly the TP ranks that its piece names, and every element of a
@@ -51,11 +67,11 @@ def check_coverage(layout: Layout) -> None:
         if defect := first_defect(sides, prod(shape), holes_allowed=padded):
             raise _not_covered(layout, defect, shape, f"the shard of TP rank {tp_rank}")
     for sides, holders in _tilings(layout):
-        if defect := first_defect(sides, layout.numel):
+        if defect := first_defect(sides, prod(layout.shape)):
             raise _not_covered(layout, defect, layout.shape, f"the full tensor, as held by {holders}")
 
 
-def _tilings(layout: Layout) -> list[tuple[list[Side], str]]:
+def _tilings(layout: Pieces) -> list[tuple[list[Side], str]]:
     """Sets of pieces that must each tile the full tensor.
 
     Where ranks share elements, one of them stands for all, and each rank that describes its copy differently must fill
@@ -73,7 +89,7 @@ def _tilings(layout: Layout) -> list[tuple[list[Side], str]]:
     return tilings
 
 
-def _full_sides(layout: Layout) -> dict[frozenset[int], dict[int, set[Side]]]:
+def _full_sides(layout: Pieces) -> dict[frozenset[int], dict[int, set[Side]]]:
     """The pieces' places in the full tensor, by the TP ranks that hold a copy and by the rank that describes it."""
     found: dict[frozenset[int], dict[int, set[Side]]] = {}
     for rank in range(layout.tp_degree):
@@ -92,7 +108,7 @@ def _full_sides(layout: Layout) -> dict[frozenset[int], dict[int, set[Side]]]:
     return found
 
 
-def _not_covered(layout: Layout, defect: Defect, shape: Ints, where: str) -> LayoutError:
+def _not_covered(layout: Pieces, defect: Defect, shape: Ints, where: str) -> LayoutError:
     what = {"outside": "a piece reaches beyond it, to", "overlap": "two pieces hold", "hole": "no piece holds"}
     index = f" (index {index_of(defect.address, shape)})" if defect.kind != "outside" else ""
     return LayoutError(
