@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from deepspeed.checkpoint.affine import AffinePiece
 
 from megads_ucp.errors import LayoutError
-from megads_ucp.layout.rule import Rule, Shapes
 from megads_ucp.layout.strides import Ints, cut, index_of, pack_axes, reach
 
 
@@ -23,13 +22,13 @@ class Pieces(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def rule(self) -> Rule: ...
+    def rule(self) -> Any: ...
     @property
     def tp_degree(self) -> int: ...
     @property
     def shape(self) -> Ints: ...
     @property
-    def shard_shapes(self) -> Shapes: ...
+    def shard_shapes(self) -> Sequence[Ints]: ...
     def pieces(self, tp_rank: int) -> list[AffinePiece]: ...
 
 
