@@ -23,6 +23,7 @@ from megads_ucp.engine.state import EngineState
 from megads_ucp.errors import UniversalCheckpointError
 from megads_ucp.plan.save import make_plan
 from megads_ucp.plan.types import Plan
+from megads_ucp.save.announce import announce
 from megads_ucp.save.manifest import group_records, manifest, merge_groups
 from megads_ucp.save.objects import small_files
 from megads_ucp.save.optimizer_values import (
@@ -129,7 +130,7 @@ class Exporter:
                 staging.discard()
             raise
         if channel.rank == 0:
-            logger.info("universal checkpoint %s", report)
+            announce(logger, f"universal checkpoint {report}")
         return report
 
     @property

@@ -66,4 +66,5 @@ class ExportReport:
 
     def __str__(self) -> str:
         steps = ", ".join(f"{step} {seconds:.1f}" for step, seconds in self.seconds.items())
-        return f"{self.directory}: {self.nbytes / 1e9:.2f} GB in {sum(self.seconds.values()):.1f} s ({steps})"
+        size, seconds = self.nbytes / 1e9, sum(self.seconds.values())
+        return f"{self.directory}: {size:.3g} GB in {seconds:.1f} s, {size / max(seconds, 1e-3):.2g} GB/s ({steps})"
