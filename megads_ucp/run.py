@@ -31,8 +31,8 @@ Provider = Callable[[Any], Any] | None
 
 _USAGE = "megads-ucp-run SCRIPT [ARGUMENT ...], or python -m megads_ucp.run SCRIPT [ARGUMENT ...]"
 
-_DESCRIPTION = """Runs SCRIPT with megads_ucp installed; all arguments are the script's. A Megatron-DeepSpeed script also
-takes the flags below. For any other, put "universal_checkpoint_export": true into the DeepSpeed config."""
+_DESCRIPTION = """Runs SCRIPT with megads_ucp installed; all arguments are the script's. A Megatron-DeepSpeed script
+also takes the flags below. For any other, put "universal_checkpoint_export": true into the DeepSpeed config."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,10 +29,9 @@ from megads_ucp.layout.layout import Layout
 
 
 def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
-    """The information that a client would have had to provide for these layouts, with one exact pattern per parameter.
+    """What a client would have had to provide for these layouts, with one exact pattern per parameter.
 
-    Complete in the sense of format 0.4: sub-parameters come with the widths that each tensor-parallel rank holds, and
-    what no list of patterns can express goes into the affine map.
+    Complete: with the widths that each TP rank holds; what no list of patterns can express is in the affine map.
     """
     info: dict[str, Any] = {
         UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
@@ -46,8 +45,7 @@ def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
         AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: {},  # a model with any of these cannot be exported
     }
     maps: dict[str, Any] = {}
-    for layout in layouts:
-        pattern, rule = f"^{re.escape(layout.name)}$", layout.rule
+    for pattern, layout, rule in ((f"^{re.escape(layout.name)}$", layout, layout.rule) for layout in layouts):
         if rule.kind == "replicated":
             info[TP_REPLICATED_PARAMETER_PATTERNS].append(pattern)
         elif rule.kind == "averaged":
@@ -59,8 +57,7 @@ def info_of(layouts: Iterable[Layout]) -> dict[str, Any]:
             info[PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0].append(pattern)
         elif rule.style == "sub_param_shape" and rule.dim is not None and rule.sub_sizes is not None:
             shape = tuple(rule.sub_sizes if dim == rule.dim else size for dim, size in enumerate(layout.shape))
-            entry = {"patterns": [pattern], "shape": shape, "partition_dim": rule.dim}
-            info[PARAMETER_WITH_SUB_PARAMS].append(entry)
+            info[PARAMETER_WITH_SUB_PARAMS].append({"patterns": [pattern], "shape": shape, "partition_dim": rule.dim})
             even = [[size // layout.tp_degree] * layout.tp_degree for size in rule.sub_sizes]
             info[SUB_PARAM_SHARD_WIDTHS][pattern] = [list(row) for row in rule.shard_widths or even]
         else:

@@ -17,6 +17,8 @@ from megads_ucp.engine.state import EngineState
 from megads_ucp.plan.types import Plan, Subject
 from megads_ucp.storage import FileRecord, GroupRecord, LayoutRecord, Manifest, ParameterRecord
 
+_VERSIONS = {"megads_ucp": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
+
 
 def group_records(state: EngineState) -> list[GroupRecord]:
     """This rank's parameter groups."""
@@ -69,12 +71,7 @@ def manifest(
     return Manifest(
         run_id=run_id,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        versions={
-            "megads_ucp": __version__,
-            "deepspeed": deepspeed.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        versions={**_VERSIONS, "python": platform.python_version()},
         topology={
             "pipeline_stages": place.stages,
             "tensor_parallel": place.tp_degree,

@@ -62,8 +62,7 @@ def rules_from_patterns(
 ) -> PatternRules:
     """Read a client's ``universal_checkpoint_info`` for parameters and the shapes of their shards.
 
-    There are no defaults where it describes no layout at all at TP > 1: it then belongs to some other model, or to none
-    (``--inject_missing_state``), and concatenating everything would be a guess.
+    There are no defaults where it describes no layout at all at TP > 1: it then belongs to another model, or to none.
 
     Raises:
         LayoutError: the information itself is unusable. What is wrong for one parameter only becomes a doubt.
@@ -86,9 +85,7 @@ def rules_from_patterns(
             stated[name] = rule
         elif not reasons and shapes[0] and (layouts or len(shapes) == 1):
             defaults[name] = Rule("split", DEFAULT, dim=0)
-        patterns = [pattern.pattern for pattern in matching[name]]
-        if name in vocabulary_pattern:
-            patterns.append(vocabulary_pattern[name])
+        patterns = [p.pattern for p in matching[name]] + [v for n, v in vocabulary_pattern.items() if n == name]
         reasons += [f"pattern {p!r} {why}" for p in dict.fromkeys(patterns) if (why := matches[p].accident(name))]
         if reasons:
             doubts[name] = "; ".join(reasons)
@@ -97,7 +94,7 @@ def rules_from_patterns(
         for name, pattern in vocabulary_pattern.items()
         if matches[pattern].accident(name) is None
     }
-    needed = {p.pattern for p in layouts if not p.is_affine} | {*vocabulary_patterns}
+    needed = {p.pattern for p in layouts if not p.is_affine}.union(vocabulary_patterns)
     unused = frozenset(pattern for pattern in needed if not matches[pattern].names)
     return PatternRules(stated, defaults, vocabulary, doubts, unused)
 
