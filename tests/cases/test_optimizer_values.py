@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from prodigyopt import Prodigy
 from torch.optim.lr_scheduler import LambdaLR
 
 import megads_ucp
+from megads_ucp.storage.format import MANIFEST, OPTIMIZER_VALUES
 from tests.support.models import train
 from tests.support.ranks import run_ranks
 from tests.support.runs import EXPORTING, TAG, UNIVERSAL, Log, Recipe, assert_resumes, export, one_group, save
@@ -257,3 +259,14 @@ def test_moments_keep_the_dtype_that_the_optimizer_gives_them(
 
 def losses_after(recipe: Recipe, directory: Path) -> list[float]:
     return run_ranks(lambda: train(recipe.resumed(directory), recipe.batches(3, 5)), 2)[0]
+
+
+def test_an_export_of_version_0_1_which_has_no_such_file_resumes(tmp_path: Path) -> None:
+    recipe = Recipe("bf16_optimizer")
+    losses = export(recipe, 2, tmp_path / "source")
+    universal = tmp_path / "source" / UNIVERSAL
+    manifest = json.loads((universal / MANIFEST).read_text())
+    manifest["files"] = [entry for entry in manifest["files"] if entry["path"] != OPTIMIZER_VALUES]
+    (universal / MANIFEST).write_text(json.dumps(manifest))
+    (universal / OPTIMIZER_VALUES).unlink()
+    assert_resumes(recipe, 2, tmp_path / "source", tmp_path / "dp2", losses, rel=0)
