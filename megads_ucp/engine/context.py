@@ -119,6 +119,12 @@ class EngineContext:
     def _renewed(self, description: RankDescription, seen: list[list[int]]) -> Survey:
         first = {(stage, tp): rank for rank, (stage, tp, is_first, _) in reversed(list(enumerate(seen))) if is_first}
         for rank, (stage, tp, _, digest) in enumerate(seen):
+            if (stage, tp) not in first:
+                raise PlanError(
+                    f"rank {rank} is tensor-parallel rank {tp} of pipeline stage {stage} by its mpu, but no rank there "
+                    "is the first of a group that ZeRO partitions over: the mpu's tensor- and data-parallel groups "
+                    "overlap. Give deepspeed.initialize an mpu in which they are apart."
+                )
             speaker = first[stage, tp]
             if seen[speaker][3] != digest:
                 raise PlanError(
