@@ -23,6 +23,7 @@ from megads_ucp.engine.compat import check_deepspeed
 from megads_ucp.engine.construction import watch
 from megads_ucp.engine.context import EngineContext
 from megads_ucp.engine.degrees import check_degree, refuse_inherited_groups, warn_of_recorded_degree
+from megads_ucp.engine.experts import mend_save_of_experts
 from megads_ucp.engine.methods import load_checkpoint, save_checkpoint
 from megads_ucp.engine.patches import Patches
 from megads_ucp.engine.scopes import current_scope, scope_mates
@@ -119,6 +120,7 @@ class Attachment:
         self._patches = Patches()
         self.context = EngineContext(unsupported or engine_state(engine), config)
         self.exporter = Exporter(self.context) if config.enabled else None
+        mend_save_of_experts(engine, self._patches)
         if not unsupported:
             mend(engine.optimizer, self.context.state.groups, self._patches)
             loading = functools.partial(load_checkpoint, engine_ref, self.context)

@@ -39,7 +39,7 @@ ATTRIBUTES_USED: dict[type | ModuleType, tuple[str, ...]] = {
         *("zero_optimization", "zero_optimization_stage", "zero_optimization_partition_gradients"),
         *("zero_nvme_offload_optimizer", "_common_checkpoint_state"),
         *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "data_parallel_group"),
-        *("mp_world_size", "autotp_size", "destroy"),
+        *("mp_world_size", "autotp_size", "destroy", "_save_moe_checkpoint"),
     ),
     BF16_Optimizer: (
         *("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition", "real_dp_process_group", "group_paddings"),

@@ -17,7 +17,6 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import nn
 
 import megads_ucp
 from megads_ucp.config import ExportConfig
@@ -25,6 +24,7 @@ from megads_ucp.engine.compat import ATTRIBUTES_USED
 from megads_ucp.errors import UniversalCheckpointError, UnsupportedError
 from megads_ucp.storage import read_manifest, state_names
 from tests.support.accidents import assert_complete, entries, install, reports
+from tests.support.experts import Experts
 from tests.support.models import MLP, initialize, mlp_batches, train
 from tests.support.ranks import run_ranks
 
@@ -372,27 +372,6 @@ def test_exports_do_not_mind_how_deepspeed_writes_the_regular_checkpoint(tmp_pat
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
-
-
-class Experts(nn.Module):
-    """A mixture of experts with the parameter groups that DeepSpeed wants for one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from deepspeed.moe.layer import MoE
-
-        self.inner = nn.Linear(7, 8)
-        self.moe = MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=2, k=1)
-        self.outer = nn.Linear(8, 5)
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden, _, _ = self.moe(self.inner(inputs))
-        return nn.functional.mse_loss(self.outer(hidden), targets)
-
-    def groups(self) -> list[dict[str, Any]]:
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-        return split_params_into_different_moe_groups_for_optimizer({"params": list(self.parameters()), "name": "all"})
 
 
 def refused_engine(kind: str) -> Any:
