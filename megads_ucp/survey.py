@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from deepspeed.checkpoint.constants import ORIGINAL_VOCAB_SIZE
 from megads_ucp.engine.state import Coordinates
 from megads_ucp.errors import LayoutError, PlanError
 from megads_ucp.layout.layout import Layout, build_layout
+from megads_ucp.layout.padding import padding_layout
 from megads_ucp.layout.partition import FlatGroup, Fragment
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.types import UNOWNED, Holding, StateSpec, Subject
@@ -92,6 +93,8 @@ class Survey:
     def subjects(self) -> tuple[Subject, ...]:
         """Every parameter that is exported, in an order all ranks share; of tied stages, the first one's.
 
+        The rows that pad vocabularies follow as subjects of their own.
+
         The other stages' copies are ``tied_holdings`` where DeepSpeed ties them. What else a tied module holds, each
         stage trains on its own or not at all.
         """
@@ -108,7 +111,8 @@ class Survey:
                     )
                 if stage != first and name in peers[0].tied:
                     found[name] = first, replace(tied, tied_holdings=(*tied.tied_holdings, subject.holdings))
-        return tuple(subject for _, subject in found.values())
+        subjects = [subject for _, subject in found.values()]
+        return (*subjects, *_paddings(subjects))
 
     def _stages(self) -> list[int]:
         return sorted({description.coordinates.stage for description in self.descriptions})
@@ -190,6 +194,13 @@ def _padded_vocabularies(peers: list[RankDescription]) -> dict[str, int]:
     """Real rows of what the layers pad. Layers know that they do; how many rows are real only the client can say."""
     rows = (peers[0].info or {}).get(ORIGINAL_VOCAB_SIZE)
     return {} if rows is None else dict.fromkeys(peers[0].vocabulary, int(rows))
+
+
+def _paddings(subjects: Iterable[Subject]) -> Iterator[Subject]:
+    """The rows that pad vocabularies, held and compared like the rest of these."""
+    for subject in subjects:
+        if (layout := padding_layout(subject.layout)) is not None:
+            yield replace(subject, layout=layout, padding=True)
 
 
 def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Subject]]:

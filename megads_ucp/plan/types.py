@@ -62,6 +62,7 @@ class Subject:
             intact copies are equal to the last bit.
         tied_holdings: for each further pipeline stage that keeps a copy (a tied parameter), all fragments there, cut
             over TP ranks like the first: compared, never written.
+        padding: whether it is the rows that pad a vocabulary, which are in files of ours beside the parameter's own.
     """
 
     layout: Layout
@@ -70,14 +71,20 @@ class Subject:
     owned: bool = True
     rounds_alike: bool = True
     tied_holdings: tuple[tuple[Holding, ...], ...] = ()
+    padding: bool = False
 
     @property
     def name(self) -> str:
         return self.layout.name
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"{self.name} (its padding rows)" if self.padding else self.name
+
     def metadata(self) -> dict[str, Any]:
         """The keys beside "param" in its files; none, as from the stock converter, where no optimizer owns it."""
-        return self.layout.metadata() if self.owned else {}
+        return self.layout.metadata() if self.owned and not self.padding else {}
 
 
 @dataclass(frozen=True)

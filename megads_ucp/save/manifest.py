@@ -79,14 +79,21 @@ def manifest(
             "world": world,
         },
         run=state.facts(),
-        parameters={subject.name: _parameter(subject) for subject in plan.subjects},
+        parameters=_parameters(plan),
         absent=tuple(sorted(absent)),
         groups=groups,
         files={file.path: file for file in files},
     )
 
 
-def _parameter(subject: Subject) -> ParameterRecord:
+def _parameters(plan: Plan) -> dict[str, ParameterRecord]:
+    padding = {subject.name: subject.layout.shape[0] for subject in plan.subjects if subject.padding}
+    whole = [subject for subject in plan.subjects if not subject.padding]
+    return {subject.name: _parameter(subject, padding.get(subject.name, 0)) for subject in whole}
+
+
+def _parameter(subject: Subject, padding: int) -> ParameterRecord:
+    """The record of a parameter, which has so many rows more if it is a vocabulary."""
     layout, rule = subject.layout, subject.layout.rule
     return ParameterRecord(
         shape=tuple(layout.shape),
@@ -97,6 +104,7 @@ def _parameter(subject: Subject) -> ParameterRecord:
             dim=rule.dim,
             sub_sizes=rule.sub_sizes,
             vocabulary_size=rule.vocabulary_size,
+            padded_rows=None if rule.vocabulary_size is None else rule.vocabulary_size + padding,
             qkv_order=None if rule.attention is None else rule.attention.to_dict(),
             source=rule.source,
             shards=tuple(map(tuple, layout.shard_shapes)),

@@ -28,7 +28,7 @@ def small_files(
     steps = steps_of(values)
     for subject in plan.subjects:
         first = min(subject.holdings, key=lambda h: (h.tp_rank, h.fragment.param_start), default=None)
-        if first is not None and first.rank == values.rank and first.group in steps:
+        if not subject.padding and first is not None and first.rank == values.rank and first.group in steps:
             yield state_file(subject.name, STEP), steps[first.group]
     if not state.first_of_replicas:
         return

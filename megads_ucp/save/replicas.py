@@ -211,7 +211,7 @@ class _Judge:
         element = box.full_offset + sum(i * stride for i, stride in zip(inner, box.full_strides, strict=True))
         subject = self.plan.subjects[block.subject]
         drift = Drift(
-            parameter=subject.name,
+            parameter=subject.title,
             state=block.state.name,
             elsewhere=replica.stage > 0,
             rounding=replica.stage > 0 or not subject.rounds_alike,

@@ -11,7 +11,7 @@ import torch
 from megads_ucp import storage
 from megads_ucp.errors import PlanError
 from megads_ucp.plan.types import Extent, Plan, Transfer
-from megads_ucp.storage.format import state_file
+from megads_ucp.storage.format import padding_file, state_file
 
 WRITER_THREADS = 2
 """Enough that one file's fsync overlaps with another's checksum; more would make the disk seek."""
@@ -22,7 +22,8 @@ _EXTENT_ALIGNMENT = 64
 
 def file_name(plan: Plan, extent: Extent) -> str:
     """The extent's file, relative to the checkpoint directory."""
-    return state_file(plan.subjects[extent.subject].name, extent.state.name)
+    subject = plan.subjects[extent.subject]
+    return (padding_file if subject.padding else state_file)(subject.name, extent.state.name)
 
 
 class ExtentWriter:

@@ -16,6 +16,9 @@ MANIFEST = "manifest.json"
 ZERO = "zero"
 """Directory of parameters and optimizer states: a directory for each parameter, a file for each of its states."""
 
+PADDING = "padding"
+"""Directory, ours alone, of the rows that pad vocabularies, arranged like ``ZERO`` (where the stock loader reads all)."""
+
 MASTER = "fp32"
 """State name of the master weights, and so of their file (deepspeed.checkpoint.constants.FP32_WEIGHT_KEY)."""
 
@@ -31,6 +34,11 @@ OPTIMIZER_STATE = f"{ZERO}/optimizer_state.pt"
 def state_file(parameter: str, state: str) -> str:
     """File of one state of a parameter, relative to the checkpoint directory."""
     return f"{ZERO}/{parameter}/{state}.pt"
+
+
+def padding_file(parameter: str, state: str) -> str:
+    """File of one state of the rows that pad a vocabulary, relative to the checkpoint directory."""
+    return f"{PADDING}/{parameter}/{state}.pt"
 
 
 def model_states_file(mp_rank: int) -> str:

@@ -24,6 +24,8 @@ class LayoutRecord:
     Attributes:
         kind: of its :class:`~megads_ucp.layout.rule.Rule`, as are ``dim``, ``sub_sizes`` and ``source``.
         vocabulary_size: real rows of a vocabulary that was padded on the ranks; None for any other parameter.
+        padded_rows: all rows of a vocabulary, padding included; None for any other parameter, and in manifests of
+            version 0.1, which kept no padding.
         qkv_order: ``AttentionOrder.to_dict()`` of a fused query-key-value projection; None for any other parameter.
         shards: shape of the shard of each tensor-parallel rank.
     """
@@ -32,6 +34,7 @@ class LayoutRecord:
     dim: int | None
     sub_sizes: tuple[int, ...] | None
     vocabulary_size: int | None
+    padded_rows: int | None
     qkv_order: Mapping[str, Any] | None
     source: str
     shards: tuple[tuple[int, ...], ...]
@@ -42,13 +45,14 @@ class LayoutRecord:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> LayoutRecord:
-        """Inverse of :meth:`to_json`; a manifest from before the order of projections was recorded has none."""
+        """Inverse of :meth:`to_json`; manifests of version 0.1 lack the later fields."""
         sub_sizes = content["sub_sizes"]
         return cls(
             kind=content["kind"],
             dim=content["dim"],
             sub_sizes=None if sub_sizes is None else tuple(sub_sizes),
             vocabulary_size=content["vocabulary_size"],
+            padded_rows=content.get("padded_rows"),
             qkv_order=content.get("qkv_order"),
             source=content["source"],
             shards=tuple(map(tuple, content["shards"])),

@@ -15,10 +15,10 @@ VERSION_1 = (
     '{"format":"megads_ucp manifest","format_version":1,"run_id":"r1","created":"2026-01-01T00:00:00+00:00",'
     '"versions":{"torch":"2"},"topology":{"world":2},"run":{"base_optimizer":"Adam"},'
     '"parameters":{"w":{"shape":[10,3],"owned":true,"states":{"fp32":"float32","exp_avg":"bfloat16"},'
-    '"layout":{"kind":"split","dim":0,"sub_sizes":[4,6],"vocabulary_size":null,'
+    '"layout":{"kind":"split","dim":0,"sub_sizes":[4,6],"vocabulary_size":null,"padded_rows":null,'
     '"qkv_order":{"order":"blocks","groups":1},"source":"test","shards":[[5,3],[5,3]]}},'
     '"embedding":{"shape":[61,9],"owned":false,"states":{"fp32":"float32"},'
-    '"layout":{"kind":"split","dim":0,"sub_sizes":null,"vocabulary_size":61,'
+    '"layout":{"kind":"split","dim":0,"sub_sizes":null,"vocabulary_size":61,"padded_rows":64,'
     '"qkv_order":null,"source":"test","shards":[[32,9],[32,9]]}}},'
     '"absent":["frozen"],'
     '"groups":[{"stage":0,"index":0,"parameters":["w"],"hyperparameters":{"lr":0.1,"betas":[0.9,0.99]}}],'
@@ -39,9 +39,9 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path):
     assert {**vars(found), "files": None} == {**vars(written), "files": None}
 
 
-def test_a_manifest_from_before_the_order_of_projections_was_recorded_is_read(tmp_path):
+def test_a_manifest_of_version_0_1_is_read(tmp_path):
     content = json.loads(VERSION_1)
-    del content["parameters"]["w"]["layout"]["qkv_order"]
+    del content["parameters"]["w"]["layout"]["qkv_order"], content["parameters"]["w"]["layout"]["padded_rows"]
     (tmp_path / MANIFEST).write_text(json.dumps(content))
     layout = read_manifest(tmp_path).parameters["w"].layout
     assert layout.qkv_order is None and layout.sub_sizes == SPLIT.sub_sizes

@@ -8,8 +8,8 @@ from typing import Any
 
 from megads_ucp.storage import FileRecord, GroupRecord, LayoutRecord, Manifest, ParameterRecord
 
-SPLIT = LayoutRecord("split", 0, (4, 6), None, {"order": "blocks", "groups": 1}, "test", ((5, 3), (5, 3)))
-CUT = LayoutRecord("split", 0, None, 61, None, "test", ((32, 9), (32, 9)))
+SPLIT = LayoutRecord("split", 0, (4, 6), None, None, {"order": "blocks", "groups": 1}, "test", ((5, 3), (5, 3)))
+CUT = LayoutRecord("split", 0, None, 61, 64, None, "test", ((32, 9), (32, 9)))
 _FILE = FileRecord("zero/w/fp32.pt", 300, 64, 120, "float32", (10, 3), 7, ((0, 120, (42,)),))
 
 
