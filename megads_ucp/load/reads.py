@@ -13,6 +13,7 @@ from megads_ucp.errors import LayoutError
 from megads_ucp.layout.attention import AttentionOrder, reordering_map
 from megads_ucp.layout.boxes import Box
 from megads_ucp.layout.layout import Layout, build_layout
+from megads_ucp.layout.padding import with_padding
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.traffic import cut_box
 
@@ -57,6 +58,7 @@ class Read:
         boxes: what of the full tensor is wanted, in shard coordinates that start at ``shard_start``.
         target_start, numel: the elements of the live tensor that it fills; those in no box become zero.
         target: returns the live tensor.
+        padding: of a vocabulary: the file of the rows that pad it, and what of it is wanted, as ``boxes``.
     """
 
     file: File
@@ -65,6 +67,7 @@ class Read:
     target_start: int
     numel: int
     target: Callable[[], torch.Tensor]
+    padding: tuple[File, tuple[Box, ...]] | None = None
 
     def run(self, verify: bool) -> None:
         """Read it, at most ``SPAN_BYTES`` at a time.
@@ -72,24 +75,28 @@ class Read:
         Raises:
             StorageError: as :meth:`File.read`.
         """
-        live, dtype = self.clear(), self.file.tensor.dtype
-        for box in self.boxes:
-            for part in cut_box(box, max(SPAN_BYTES // dtype.itemsize, 1), spans=True):
+        live = self.clear()
+        for file, boxes in self._sources():
+            dtype = file.tensor.dtype
+            for part in (p for box in boxes for p in cut_box(box, max(SPAN_BYTES // dtype.itemsize, 1), spans=True)):
                 first, last = part.full_span
                 view = part.shard_view(live, self.shard_start)
                 dense = part.numel == last - first and view.is_contiguous() and part.scale == 1.0
                 if dense and live.device.type == "cpu" and live.dtype == dtype:
-                    self.file.read(first, view.view(-1), verify)
+                    file.read(first, view.view(-1), verify)
                     continue
-                values = self.file.read(first, torch.empty(last - first, dtype=dtype), verify)
+                values = file.read(first, torch.empty(last - first, dtype=dtype), verify)
                 _lay(view, part, part.full_view(values, first))
 
     def clear(self) -> torch.Tensor:
         """The part of the live tensor to be filled, with zeros where no box will fill it."""
         live = self.target().detach().narrow(0, self.target_start, self.numel)
-        if sum(box.numel for box in self.boxes) < self.numel:
+        if sum(box.numel for _, boxes in self._sources() for box in boxes) < self.numel:
             live.zero_()
         return live
+
+    def _sources(self) -> list[tuple[File, tuple[Box, ...]]]:
+        return [(self.file, self.boxes), *([self.padding] if self.padding is not None else [])]
 
     def lay(self, box: Box, values: torch.Tensor) -> None:
         """Put the values of one box, or of a part of one, where they belong."""
@@ -104,7 +111,7 @@ def _lay(view: torch.Tensor, box: Box, values: torch.Tensor) -> None:
 
 
 def fitting_layout(layout: Layout, file: File) -> Layout:
-    """The layout, with the vocabulary cut where the file has it; the target may be padded to another size.
+    """The layout, with the vocabulary cut where the file has it; padding is another file, see :meth:`Read.padding`.
 
     Queries, keys and values are taken from where the code that saved them had them.
     Of a vocabulary that is frozen the stock converter keeps the padding, which fits a target that is padded alike.
@@ -112,12 +119,11 @@ def fitting_layout(layout: Layout, file: File) -> Layout:
     Raises:
         LayoutError: the file's shape is not what the target model's shards make.
     """
-    shape = file.tensor.shape
-    rows = sum(shard[0] for shard in layout.shard_shapes if shard)
-    fits = shape[:1] <= (rows,) if file.vocabulary else shape[:1] == (rows,)
-    if fits and layout.shape[1:] == shape[1:] and layout.rule.kind == "split":
-        rule = replace(layout.rule, vocabulary_size=shape[0] if file.vocabulary else None)
-        layout = build_layout(layout.name, rule, layout.shard_shapes)
+    shape, whole = file.tensor.shape, with_padding(layout)
+    if file.vocabulary and whole.shape[1:] == shape[1:] and whole.shape[:1] >= shape[:1]:
+        layout = build_layout(layout.name, replace(layout.rule, vocabulary_size=shape[0]), layout.shard_shapes)
+    elif whole.shape == shape:
+        layout = whole
     layout = _in_order_of(layout, file)
     if layout.shape != shape:
         raise LayoutError(

@@ -11,7 +11,7 @@ from torch import nn
 from megads_ucp.sources.attributes import ATTRIBUTES, rules_from_attributes
 from megads_ucp.sources.autotp import rules_from_autotp
 from megads_ucp.sources.megatron_core import rules_from_sharded_state_dict
-from megads_ucp.sources.megatron_deepspeed import MEGATRON_DEEPSPEED, rules_from_megatron_deepspeed
+from megads_ucp.sources.megatron_deepspeed import MEGATRON_DEEPSPEED, rules_from_megatron_deepspeed, vocabulary_names
 from megads_ucp.sources.resolve import Claim, Trust
 
 
@@ -43,4 +43,5 @@ def ask_layers(module: nn.Module, parameters: Mapping[str, nn.Parameter], tp_deg
         Claim(MEGATRON_DEEPSPEED, Trust.LAYERS, rules_from_megatron_deepspeed(module, parameters, tp_degree)),
         Claim(ATTRIBUTES, Trust.ATTRIBUTES, rules_from_attributes(parameters, tp_degree)),
     )
-    return LayerClaims(claims, core.vocabulary, core.warnings)
+    vocabulary = dict.fromkeys((*core.vocabulary, *vocabulary_names(module, parameters)))
+    return LayerClaims(claims, tuple(vocabulary), core.warnings)

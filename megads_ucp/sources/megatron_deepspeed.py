@@ -19,12 +19,14 @@ from torch import nn
 from megads_ucp.errors import LayoutError
 from megads_ucp.layout.attention import AttentionOrder, Order
 from megads_ucp.layout.rule import Rule, Style
+from megads_ucp.sources.attributes import partition_dim
 
 MEGATRON_DEEPSPEED = "Megatron-DeepSpeed's layers"
 
 _COLUMN, _ROW, _VOCABULARY = "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"
 _POSITIONS = "SequenceParallelPositionEmbedding"  # each rank has the positions of its part of the sequence
 _PROJECTION = "query_key_value"
+_HEADS = ("lm_head", "output_layer")
 
 
 def rules_from_megatron_deepspeed(
@@ -45,6 +47,25 @@ def rules_from_megatron_deepspeed(
         for parameter, rule in _fused_rules(path, layer, tp_degree):
             found[id(parameter)] = rule
     return {name: found[id(parameter)] for name, parameter in parameters.items() if id(parameter) in found}
+
+
+def vocabulary_names(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """Names of the parameters whose dim 0 is a vocabulary that Megatron pads: embeddings of words, and output layers.
+
+    BERT's and T5's output layers are the embedding once more, with a bias of their own.
+    """
+    found: dict[int, int] = {}
+    for layer in module.modules():
+        if _is_parallel(layer) and type(layer).__name__ == _VOCABULARY:
+            found.update((id(parameter), parameter.shape[0]) for parameter in layer.parameters())
+    rows = set(found.values())
+    for path, layer in module.named_modules():
+        is_head = path.rpartition(".")[2] in _HEADS or "LMHead" in type(layer).__name__
+        for parameter in layer.parameters(recurse=False) if is_head else ():
+            # The pipeline stage of an output layer may have no embedding to compare it with.
+            if partition_dim(parameter) == 0 and (not rows or parameter.shape[0] in rows):
+                found[id(parameter)] = parameter.shape[0]
+    return tuple(name for name, parameter in parameters.items() if id(parameter) in found)
 
 
 def _is_parallel(layer: nn.Module | None) -> bool:
