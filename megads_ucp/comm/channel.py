@@ -103,14 +103,18 @@ class Channel:
         with suppress(RuntimeError):  # of a store that has died, as the roll call will find
             # While all connections are open: what other ranks meet once they are closed is a consequence, no cause.
             self._store.compare_set(_FIRST, "", cause)
+        traceback.clear_frames(reason.__traceback__)  # the frames of a failed collective hold the group, too
+        self.close()
+        return self._roll_call(cause)
+
+    def close(self) -> None:
+        """Give back this rank's connections, threads and process group. Local; for when nothing is under way."""
         for pending in list(self._pending):
             pending.drop()
-        traceback.clear_frames(reason.__traceback__)  # the frames of a failed collective hold the group, too
         group, self._group = self._group, None
         if group is not None:
-            dist.destroy_process_group(group)
-        del group
-        return self._roll_call(cause)
+            with suppress(ValueError):  # it has gone with the world, by dist.destroy_process_group()
+                dist.destroy_process_group(group)
 
     def _roll_call(self, cause: str) -> str:
         try:

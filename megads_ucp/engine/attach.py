@@ -24,7 +24,7 @@ from megads_ucp.engine.construction import watch
 from megads_ucp.engine.context import EngineContext
 from megads_ucp.engine.degrees import check_degree, refuse_inherited_groups, warn_of_recorded_degree
 from megads_ucp.engine.experts import mend_save_of_experts
-from megads_ucp.engine.methods import load_checkpoint, save_checkpoint
+from megads_ucp.engine.methods import destroy, load_checkpoint, save_checkpoint
 from megads_ucp.engine.patches import Patches
 from megads_ucp.engine.scopes import current_scope, scope_mates
 from megads_ucp.load.remarks import batch_advice
@@ -128,7 +128,10 @@ class Attachment:
         if self.exporter is not None:
             saving = functools.partial(save_checkpoint, engine_ref, self.exporter)
             self._patches.bind(engine, "save_checkpoint", saving)
+        # DeepSpeed's hooks make every engine part of a cycle, so one more reference to it prolongs no life.
+        self._patches.bind(engine, "destroy", functools.partial(destroy, engine, engine_ref, self.context))
 
     def detach(self) -> None:
-        """Give the engine its own methods and bookkeeping back."""
+        """Give the engine its own methods and bookkeeping back, and close its channel."""
         self._patches.undo()
+        self.context.close()

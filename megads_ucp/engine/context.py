@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from megads_ucp.engine.state import EngineState
 from megads_ucp.errors import PlanError, UnsupportedError
 from megads_ucp.sources.layers import LayerClaims, ask_layers
 from megads_ucp.survey import GroupDescription, RankDescription, Survey, build_survey
+
+_abandoned: list[Channel] = []
+"""Channels of engines that the garbage collector has taken, to be closed. Not by it: it may run amid a collective."""
 
 
 class EngineContext:
@@ -54,9 +58,20 @@ class EngineContext:
     def connect(self) -> Channel:
         """The channel for one export or resume: the last one's, unless some rank has aborted it. Collective."""
         if self._channel is None or self._channel.aborted():
+            self.close()
             self._channel = Channel(self.config.timeout_minutes)
+            self._abandon = weakref.finalize(self, _abandoned.append, self._channel)
             self._seen, self._survey = [], None  # only some ranks may have got the last one
         return self._channel
+
+    def close(self) -> None:
+        """Give back what the channel takes of this process. Local; the next export or resume opens another one."""
+        if self._channel is not None:
+            self._abandon.detach()
+            self._channel.close()
+            self._channel = None
+        while _abandoned:
+            _abandoned.pop().close()
 
     def give_up(self, reason: BaseException) -> None:
         """Have all ranks that wait for this one fail now."""

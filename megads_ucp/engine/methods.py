@@ -85,6 +85,19 @@ def load_checkpoint(
     return path, client_state
 
 
+def destroy(engine: DeepSpeedEngine, engine_ref: weakref.ref[DeepSpeedEngine], context: EngineContext) -> None:
+    """``DeepSpeedEngine.destroy``, which also gives back what the package holds for the engine.
+
+    ``DeepSpeedEngine.__del__`` calls it too. The garbage collector has then cleared weak references; it may run amid a
+    collective, and so closes nothing itself.
+    """
+    try:
+        type(engine).destroy(engine)
+    finally:
+        if engine_ref() is not None:
+            context.close()
+
+
 def _alive(engine_ref: weakref.ref[DeepSpeedEngine]) -> DeepSpeedEngine:
     engine = engine_ref()
     assert engine is not None

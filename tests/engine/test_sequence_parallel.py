@@ -7,7 +7,6 @@ parameters, and ZeRO partitions over them as it does over data-parallel ranks.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 
@@ -23,7 +21,7 @@ import megads_ucp
 from megads_ucp.storage import read_manifest
 from tests.support.models import draw_weights, initialize
 from tests.support.ranks import run_ranks
-from tests.support.runs import EXPORTING, LOADING, TAG, UNIVERSAL, assert_same_state, save
+from tests.support.runs import EXPORTING, LOADING, UNIVERSAL, assert_same_state, save
 
 transformers = pytest.importorskip("transformers")
 
