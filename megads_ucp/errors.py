@@ -3,9 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class UniversalCheckpointError(RuntimeError):
-    """Base of all errors that megads_ucp raises."""
+    """Base of all errors that megads_ucp raises.
+
+    Attributes:
+        spokesmen: where all ranks have the same error, those that log it; None if each rank has one of its own.
+    """
+
+    spokesmen: Collection[int] | None = (0,)
 
 
 class UnsupportedError(UniversalCheckpointError):
@@ -33,8 +41,11 @@ class StorageError(UniversalCheckpointError):
 
 
 class Disagreement(UniversalCheckpointError):
-    """A step failed on some rank. Raised on all ranks; names every failed rank and its reason."""
+    """The ranks differ: in a setting, in an argument of a save, or in the kind of error a step failed with; or that
+    error is none of this package's. Raised on all ranks; names the ranks, and the value or the reason of each."""
 
 
 class ChannelError(UniversalCheckpointError):
     """A rank no longer answers, so the channel between the ranks is closed. The next export or resume opens another."""
+
+    spokesmen = None

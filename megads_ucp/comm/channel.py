@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megads_ucp.errors import ChannelError, Disagreement, UniversalCheckpointError
+from megads_ucp import errors
+from megads_ucp.errors import ChannelError, UniversalCheckpointError
 
 HOST = torch.device("cpu")
 """To be entered around everything that uses a channel: a tensor made without a device must be in host memory, even if
@@ -129,7 +130,7 @@ class Channel:
         except RuntimeError:  # DistNetworkError
             return f"{cause}. The job's store does not answer: its host (usually rank 0, or the launcher) has died."
         if silent:
-            return f"no sign of life from {_ranks(silent)}: dead, or stuck. {first}"
+            return f"no sign of life from {ranks_in_words(silent)}: dead, or stuck. {first}"
         return f"all ranks are alive, but the channel between them failed. {first}"
 
     def agree(self, failure: BaseException | None, doing: str) -> None:
@@ -140,23 +141,27 @@ class Channel:
             doing: the step that all ranks have taken, for the message.
 
         Raises:
-            Disagreement: names ``doing``, and each failed rank with its reason.
+            UniversalCheckpointError: names ``doing``, and each failed rank with its reason. Of the class that all
+                failures have, if that is one of this package's; otherwise a Disagreement.
             ChannelError: some rank does not answer.
         """
         own_reason = reason_of(failure)
-        reasons: list[str | None] = [None] * self.world
+        found: list[tuple[str, str]] = [("", "")] * self.world
         with self.communicating(doing if own_reason is None else f"{doing} (here: {own_reason})"):
             failed = torch.tensor([failure is not None], dtype=torch.int32)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
             if not failed.item():
                 return
-            dist.all_gather_object(reasons, own_reason, group=self._group)
+            dist.all_gather_object(found, (own_reason or "", _kind(failure)), group=self._group)
         ranks_by_reason: dict[str, list[int]] = defaultdict(list)
-        for rank, reason in enumerate(reasons):
-            if reason is not None:
+        for rank, (reason, _) in enumerate(found):
+            if reason:
                 ranks_by_reason[reason].append(rank)
-        causes = "; ".join(f"{_ranks(ranks)}: {reason}" for reason, ranks in ranks_by_reason.items())
-        raise Disagreement(f"{doing} failed. {causes}") from failure
+        causes = "; ".join(f"{ranks_in_words(ranks)}: {reason}" for reason, ranks in ranks_by_reason.items())
+        kinds = {kind for reason, kind in found if reason}
+        error = getattr(errors, kinds.pop() if len(kinds) == 1 else "Disagreement")(f"{doing} failed. {causes}")
+        error.spokesmen = {0, *(ranks[0] for ranks in ranks_by_reason.values())}
+        raise error from failure
 
     @contextmanager
     def agreed(self, doing: str) -> Iterator[None]:
@@ -168,7 +173,7 @@ class Channel:
             doing: what the body does, for the message.
 
         Raises:
-            Disagreement: as :meth:`agree`.
+            UniversalCheckpointError: as :meth:`agree`.
             ChannelError: some rank does not answer.
         """
         failure: Exception | None = None
@@ -230,7 +235,13 @@ def reason_of(failure: BaseException | None) -> str | None:
     return text[:_LONGEST_REASON]
 
 
-def _ranks(ranks: list[int]) -> str:
+def _kind(failure: BaseException | None) -> str:
+    """Name of the class that all ranks raise for this failure, if none fails otherwise."""
+    documented = (cls for cls in type(failure).__mro__ if cls.__module__ == errors.__name__)
+    return next((cls.__name__ for cls in documented), "Disagreement")
+
+
+def ranks_in_words(ranks: list[int]) -> str:
     """Ascending ranks in words: "rank 3", "ranks 0-2, 5"."""
     spans: list[list[int]] = []
     for rank in ranks:

@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from megads_ucp.comm.channel import Channel
 from megads_ucp.config import ExportConfig
 from megads_ucp.engine.state import EngineState
-from megads_ucp.errors import PlanError, UnsupportedError
+from megads_ucp.errors import PlanError, UniversalCheckpointError, UnsupportedError
 from megads_ucp.sources.layers import LayerClaims, ask_layers
 from megads_ucp.survey import GroupDescription, RankDescription, Survey, build_survey
 
@@ -77,6 +79,11 @@ class EngineContext:
         """Have all ranks that wait for this one fail now."""
         if self._channel is not None:
             self._channel.abort(reason)
+
+    def speaks_of(self, failure: BaseException) -> bool:
+        """Whether this rank is to log a failure: of what all ranks have, those that it names do."""
+        spokesmen = failure.spokesmen if isinstance(failure, UniversalCheckpointError) else None
+        return spokesmen is None or dist.get_rank() in spokesmen
 
     def describe(self, info: Mapping[str, Any] | None, exclude: Collection[str] = ()) -> RankDescription:
         """This rank's description. The layers are asked once, since what they say of their shapes does not change.

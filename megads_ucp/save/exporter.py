@@ -72,8 +72,8 @@ class Exporter:
         """Write the universal checkpoint from the live state. Collective.
 
         Returns:
-            None after a failure, which has then been reported on every rank; training and the regular checkpoint are
-            untouched.
+            None after a failure, which has then been logged: on rank 0 and where it happened, or, if each rank has a
+            failure of its own, on every rank. Training and the regular checkpoint are untouched.
 
         Raises:
             UniversalCheckpointError: the export failed, and the configuration says ``strict``.
@@ -87,10 +87,11 @@ class Exporter:
                 self._context.give_up(failure)  # unforeseen, so perhaps on this rank alone: nobody shall wait for it
             if self._context.config.strict:
                 raise
-            reason = str(failure).removesuffix(".")
-            logger.error(
-                "no universal checkpoint %s: %s. The regular checkpoint is untouched.", request.directory, reason
-            )
+            if self._context.speaks_of(failure):
+                reason = str(failure).removesuffix(".")
+                logger.error(
+                    "no universal checkpoint %s: %s. The regular checkpoint is untouched.", request.directory, reason
+                )
         return self.last_report
 
     def _export(self, request: ExportRequest) -> ExportReport:
