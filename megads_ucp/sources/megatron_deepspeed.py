@@ -54,16 +54,13 @@ def vocabulary_names(module: nn.Module, parameters: Mapping[str, nn.Parameter]) 
 
     BERT's and T5's output layers are the embedding once more, with a bias of their own.
     """
-    found: dict[int, int] = {}
-    for layer in module.modules():
-        if _is_parallel(layer) and type(layer).__name__ == _VOCABULARY:
-            found.update((id(parameter), parameter.shape[0]) for parameter in layer.parameters())
+    embeddings = (m for m in module.modules() if _is_parallel(m) and type(m).__name__ == _VOCABULARY)
+    found = {id(parameter): parameter.shape[0] for layer in embeddings for parameter in layer.parameters()}
     rows = set(found.values())
     for path, layer in module.named_modules():
         is_head = path.rpartition(".")[2] in _HEADS or "LMHead" in type(layer).__name__
         for parameter in layer.parameters(recurse=False) if is_head else ():
-            # The pipeline stage of an output layer may have no embedding to compare it with.
-            if partition_dim(parameter) == 0 and (not rows or parameter.shape[0] in rows):
+            if partition_dim(parameter) == 0 and parameter.shape[0] in rows:
                 found[id(parameter)] = parameter.shape[0]
     return tuple(name for name, parameter in parameters.items() if id(parameter) in found)
 

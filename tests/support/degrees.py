@@ -88,17 +88,19 @@ class Case:
             assert torch.equal(value, expected), f"{path} on TP rank {rank} of {tp}"
 
 
-def export(case: Case, tp: int, dp: int, directory: Path, *, after: int = AFTER, check: bool = False) -> list[float]:
+def export(
+    case: Case, tp: int, dp: int, directory: Path, *, before: int = BEFORE, after: int = AFTER, check: bool = False
+) -> list[float]:
     """Trains, saves and exports to `directory`, and trains on: the losses of the steps after the save."""
 
     def body() -> list[float]:
         megads_ucp.install(EXPORTING)
         engine = case.engine(tp)
-        train(engine, case.batches(0, BEFORE))
+        train(engine, case.batches(0, before))
         case.save(engine, tp, directory)
         if check:
             case.assert_holds(engine, directory / UNIVERSAL)
-        return train(engine, case.batches(BEFORE, BEFORE + after))
+        return train(engine, case.batches(before, before + after))
 
     return run_ranks(body, tp * dp)[0]
 
