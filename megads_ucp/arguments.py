@@ -41,6 +41,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "check everything that a resume reads against the manifest's checksums",
     },
+    "--universal-checkpoint-fallback": {
+        "action": "store_true",
+        "help": "where latest_universal is missing or empty, or names a checkpoint that is gone or incomplete, resume "
+        "from the newest complete one",
+    },
     "--universal-checkpoint-read-together": {
         "choices": CHOICES["read_together"],
         "default": _DEFAULT.read_together,

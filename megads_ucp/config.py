@@ -29,6 +29,8 @@ class ExportConfig:
         read_together: whether a resume reads matrices that tensor parallelism cuts along dim 1 once, and has their
             columns travel to the ranks: "always", "never", or "auto", where such ranks are on several hosts. On one
             host they find each other's rows in the page cache, which is faster.
+        fallback: where ``latest_universal`` is missing or empty, or names a checkpoint that is gone or incomplete, a
+            resume takes the newest complete one.
     """
 
     enabled: bool = False
@@ -38,6 +40,7 @@ class ExportConfig:
     on_drift: str = "error"
     verify: bool = False
     read_together: str = "auto"
+    fallback: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -59,6 +62,7 @@ class ExportConfig:
         names["enabled"] = CONFIG_SECTION
         names["verify"] = "universal_checkpoint_verify"
         names["read_together"] = "universal_checkpoint_read_together"
+        names["fallback"] = "universal_checkpoint_fallback"
         return cls(**{field: getattr(args, name) for field, name in names.items() if hasattr(args, name)})
 
     def for_engine(self, deepspeed_config: Mapping[str, Any]) -> ExportConfig:

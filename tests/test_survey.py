@@ -14,7 +14,7 @@ from deepspeed.checkpoint.affine import replicated_map
 
 from megads_ucp.config import ExportConfig
 from megads_ucp.engine.context import EngineContext
-from megads_ucp.errors import Disagreement, LayoutError, PlanError
+from megads_ucp.errors import LayoutError, PlanError
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.save import make_plan
 from megads_ucp.plan.types import UNOWNED, StateSpec
@@ -157,7 +157,7 @@ def test_a_parameter_that_one_tensor_parallel_rank_lacks_is_named():
 
 def test_parameters_of_unknown_layout_are_listed_for_all_stages_at_once():
     """And not four of ten, then three more once those have been seen to."""
-    stages = [{f"{stage}.{number}": (4, 6) for number in range(3)} for stage in range(3)]
+    stages: list[Shapes] = [{f"{stage}.{number}": (4, 6) for number in range(3)} for stage in range(3)]
     described = tuple(
         description(tp_rank, stage=stage, stages=3, groups=(shapes,), rules={})
         for stage, shapes in enumerate(stages)
@@ -293,7 +293,7 @@ def test_data_parallel_replicas_that_disagree_are_named_on_all_ranks():
 def test_a_failure_to_describe_reaches_all_ranks():
     def body() -> str:
         channel = a_context().connect()
-        with pytest.raises(Disagreement) as failure, channel.agreed("describing the model"):
+        with pytest.raises(LayoutError) as failure, channel.agreed("describing the model"):
             if channel.rank == 1:
                 raise LayoutError("norm: its layer says two things")
         return str(failure.value)

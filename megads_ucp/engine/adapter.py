@@ -59,6 +59,13 @@ def why_unsupported(engine: DeepSpeedEngine) -> str | None:
     return None
 
 
+def why_not_loadable(engine: DeepSpeedEngine) -> str | None:
+    """:func:`why_unsupported`, of engines that DeepSpeed cannot load an export into either; None of any other."""
+    if engine.zero_optimization_stage() in (0, 3) or engine.has_moe_layers:
+        return why_unsupported(engine)
+    return None
+
+
 def _coordinates(engine: DeepSpeedEngine) -> Coordinates:
     mpu = engine.mpu
     for name in ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank"):
@@ -116,7 +123,7 @@ def engine_state(engine: DeepSpeedEngine) -> EngineState:
         common_optimizer_state=functools.partial(_common_optimizer_state, optimizer),
         model_state=functools.partial(_model_state, weakref.ref(engine)),
         half_precision=engine.fp16_enabled(),
-        facts=functools.partial(_facts, weakref.ref(engine)),
+        facts=functools.partial(_facts, weakref.ref(engine), _batch_size(engine)),
     )
 
 
@@ -243,16 +250,21 @@ def _model_state(
     return state
 
 
-def _facts(engine_ref: weakref.ref[DeepSpeedEngine]) -> dict[str, Any]:
+def _batch_size(engine: DeepSpeedEngine) -> int:
+    """Samples of a step. engine.train_batch_size() counts AutoTP's tensor-parallel ranks as if each had its own."""
+    micro_batch, degree = engine.train_micro_batch_size_per_gpu(), data_parallel_degree(engine)
+    return int(micro_batch * engine.gradient_accumulation_steps() * degree)
+
+
+def _facts(engine_ref: weakref.ref[DeepSpeedEngine], configured_batch_size: int) -> dict[str, Any]:
     engine = engine_ref()
     assert engine is not None
-    micro_batch, degree = engine.train_micro_batch_size_per_gpu(), data_parallel_degree(engine)
     return {
         "global_steps": engine.global_steps,
-        # engine.train_batch_size() counts AutoTP's tensor-parallel ranks as if each had samples of its own.
-        "train_batch_size": micro_batch * engine.gradient_accumulation_steps() * degree,
-        "micro_batch_size": micro_batch,
-        "data_parallel": degree,
+        "train_batch_size": _batch_size(engine),
+        "configured_batch_size": configured_batch_size,  # before anybody has called set_train_batch_size
+        "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
+        "data_parallel": data_parallel_degree(engine),
         "zero_stage": int(engine.zero_optimization_stage()),
         "zero_optimizer": type(engine.optimizer).__name__,
         "base_optimizer": type(engine.optimizer.optimizer).__name__,

@@ -4,27 +4,47 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+from deepspeed import comm as ds_comm
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megads_ucp.comm.channel import HOST
-from megads_ucp.engine.adapter import data_parallel_degree
+from megads_ucp.engine.adapter import data_parallel_degree, why_not_loadable
 from megads_ucp.engine.context import EngineContext
 from megads_ucp.engine.patches import bound
 from megads_ucp.engine.scopes import scope_of
 from megads_ucp.errors import UniversalCheckpointError, UnsupportedError
 from megads_ucp.integrations.megatron_rng import grow_rng_states
-from megads_ucp.load.prepare import latest, prepare
+from megads_ucp.load.find import check_is_regular, find, is_stock_made, universal_beside, with_others
+from megads_ucp.load.prepare import prepare
 from megads_ucp.load.resume import LoadRequest, Resume
 from megads_ucp.save.exporter import Exporter
 from megads_ucp.save.types import ExportRequest
-from megads_ucp.storage.format import LATEST
+
+logger = logging.getLogger("megads_ucp")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
+def _outside_inference_mode(method: _Method) -> _Method:
+    """Tensors that are made in inference mode stay inference tensors, which the next training step could not change."""
+
+    @functools.wraps(method)
+    def outside(*arguments: Any, **keyword: Any) -> Any:
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            return method(*arguments, **keyword)
+
+    return outside  # type: ignore[return-value]
+
+
+@_outside_inference_mode
 def save_checkpoint(
     engine_ref: weakref.ref[DeepSpeedEngine],
     exporter: Exporter,
@@ -51,6 +71,7 @@ def save_checkpoint(
     return done
 
 
+@_outside_inference_mode
 def load_checkpoint(
     engine_ref: weakref.ref[DeepSpeedEngine],
     context: EngineContext,
@@ -75,11 +96,17 @@ def load_checkpoint(
         custom_load_fn=custom_load_fn,
     )
     if not engine.load_universal_checkpoint():
+        return _load_regular(Path(load_dir), tag, stock)
+    if context.unsupported is not None:
+        _check_loadable(engine, Path(load_dir), tag)
         return stock(tag=tag)
     with scope_of(engine):
-        tag = _named(context, Path(load_dir), tag)
+        tag = find(context, Path(load_dir), tag)
+        if tag is None:
+            return None, None
         states = load_optimizer_states and not load_module_only
-        request = LoadRequest(states, load_module_strict, context.config.verify)
+        scheduled = engine.lr_scheduler is not None
+        request = LoadRequest(states, load_module_strict, context.config.verify, scheduled)
         path, client_state = _load(engine, context, Path(load_dir) / tag, request, functools.partial(stock, tag=tag))
     grow_rng_states(client_state, data_parallel_degree(engine))
     return path, client_state
@@ -104,16 +131,27 @@ def _alive(engine_ref: weakref.ref[DeepSpeedEngine]) -> DeepSpeedEngine:
     return engine
 
 
-def _named(context: EngineContext, load_dir: Path, tag: Any) -> str:
-    """The tag that is asked for, or that ``latest_universal`` names."""
-    name = latest(context, load_dir / LATEST) if tag is None else str(tag)
-    if name is None:  # an error of the same kind is DeepSpeed's own answer
-        raise ValueError(
-            f"{load_dir / LATEST} does not exist: no universal checkpoint has been exported there. Save with "
-            "--universal-checkpoint-export, name one by tag=, or load the regular checkpoint without "
-            "checkpoint.load_universal."
-        )
-    return name
+def _load_regular(load_dir: Path, tag: Any, stock: Callable[..., Any]) -> Any:
+    """DeepSpeed's own load of a regular checkpoint, with advice where a universal one would have done."""
+    check_is_regular(load_dir, tag)
+    try:
+        return stock(tag=tag)
+    except Exception as error:
+        advice = universal_beside(load_dir) if ds_comm.get_rank() == 0 else None
+        if advice is not None:
+            logger.error("the regular checkpoint could not be loaded (%s). %s", error, advice)
+        raise
+
+
+def _check_loadable(engine: DeepSpeedEngine, load_dir: Path, tag: Any) -> None:
+    """What only DeepSpeed can load is left to it: a directory that its converter made of a run of the same kind.
+
+    Raises:
+        UnsupportedError: the engine cannot load a universal checkpoint.
+    """
+    reason = why_not_loadable(engine)
+    if reason is not None and (engine.zero_optimization_stage() == 0 or not is_stock_made(load_dir, tag)):
+        raise UnsupportedError(f"a universal checkpoint cannot be loaded into this engine: {reason}")
 
 
 def _load(engine: DeepSpeedEngine, context: EngineContext, directory: Path, request: LoadRequest, stock: Any) -> Any:
@@ -126,7 +164,7 @@ def _load(engine: DeepSpeedEngine, context: EngineContext, directory: Path, requ
     with HOST, context.connect().agreed(f"loading {directory}"):
         _check_nothing_offloaded(engine)
     try:
-        resume = prepare(context, directory, request)
+        resume = _prepared(context, directory, request)
         fill = functools.partial(_fill_optimizer, weakref.ref(engine), resume)
         with bound(engine.optimizer, "load_hp_checkpoint_state_from_checkpoint_dir", fill):
             loaded = stock()
@@ -138,6 +176,13 @@ def _load(engine: DeepSpeedEngine, context: EngineContext, directory: Path, requ
         context.give_up(failure)
         raise
     return loaded
+
+
+def _prepared(context: EngineContext, directory: Path, request: LoadRequest) -> Resume:
+    try:
+        return prepare(context, directory, request)
+    except UniversalCheckpointError as error:
+        raise with_others(context, directory, error) from error
 
 
 def _check_nothing_offloaded(engine: DeepSpeedEngine) -> None:

@@ -10,7 +10,8 @@ import functools
 import hashlib
 import logging
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,11 +23,19 @@ from megads_ucp.engine.context import EngineContext
 from megads_ucp.engine.state import EngineState, StateGroup
 from megads_ucp.errors import LayoutError, StorageError
 from megads_ucp.layout.layout import Layout
+from megads_ucp.layout.padding import padding_boxes, with_padding
 from megads_ucp.load.checkpoint import Checkpoint
 from megads_ucp.load.cooperative import on_several_hosts, plan_together
 from megads_ucp.load.groups import saved_groups_of
+from megads_ucp.load.names import under_own_names
 from megads_ucp.load.reads import Read, fitting_layout, may_be_shard
-from megads_ucp.load.remarks import order_taken_for_granted, remarks
+from megads_ucp.load.remarks import (
+    Unpadded,
+    order_taken_for_granted,
+    other_hyperparameters,
+    padding_missing,
+    remarks,
+)
 from megads_ucp.load.resume import LoadRequest, Resume, Unowned
 from megads_ucp.load.states import GroupState, state_getter
 from megads_ucp.plan.types import Plan
@@ -34,23 +43,6 @@ from megads_ucp.storage.format import MASTER
 from megads_ucp.survey import Survey
 
 logger = logging.getLogger("megads_ucp")
-
-
-def latest(context: EngineContext, file: Path) -> str | None:
-    """What the file that names a checkpoint says on rank 0, None if it is not there. Collective.
-
-    All ranks get it: others may not see it, or not yet, and must neither wait for those that do nor load another one.
-
-    Raises:
-        UniversalCheckpointError: it cannot be read.
-    """
-    with HOST:
-        channel, found = context.connect(), None
-        with channel.agreed(f"reading {file}"):
-            if channel.rank == 0:
-                found = storage.read_latest(file)
-        name: str | None = channel.broadcast(found, 0)
-        return name
 
 
 def prepare(context: EngineContext, directory: Path, request: LoadRequest) -> Resume:
@@ -66,21 +58,20 @@ def prepare(context: EngineContext, directory: Path, request: LoadRequest) -> Re
 def _prepare(context: EngineContext, directory: Path, request: LoadRequest) -> Resume:
     channel, state = context.connect(), context.state
     with channel.agreed(f"checking {directory}"):
-        if channel.rank == 0 and not directory.exists():
-            storage.repair(directory)  # a killed export may have left the older checkpoint set aside
-    groups: tuple[GroupState, ...] = (GroupState(),) * len(state.groups)
-    with channel.agreed(f"checking {directory}"):
         checkpoint = Checkpoint(directory)
         checkpoint.check_model_states(channel.rank, channel.world)
         if request.verify and checkpoint.manifest is None:
             raise StorageError(f"{directory} has no {storage.MANIFEST}, so nothing can be verified: drop the flag.")
         common = checkpoint.common_state()
+    survey = _survey(context, checkpoint)
+    checkpoint = under_own_names(channel, checkpoint, survey, request.strict)
+    groups: tuple[GroupState, ...] = (GroupState(),) * len(state.groups)
+    with channel.agreed(f"checking {directory}"):
         if request.optimizer_states:
             groups = saved_groups_of(state, common, checkpoint, request.strict)
-    survey = _survey(context, checkpoint)
     layouts = survey.layouts[state.coordinates.stage]
     if channel.rank == 0:
-        _remark(checkpoint, state, layouts, request)
+        _remark(checkpoint, state, groups, layouts, request)
     with channel.agreed(f"checking {directory}"):
         planner = _Planner(checkpoint, layouts, state, request)
         reads = {
@@ -89,12 +80,22 @@ def _prepare(context: EngineContext, directory: Path, request: LoadRequest) -> R
             for key, read in planner.fragments(group, saved)
         }
         unowned = planner.unowned()
+    if unpadded := {name: entry for found in channel.gather(planner.unpadded) or [] for name, entry in found.items()}:
+        logger.warning("%s %s", checkpoint.directory, padding_missing(list(unpadded.values())))
     together = _plan_together(context, survey, checkpoint, request)
     return Resume(channel, state, directory, request, common, groups, reads, together, unowned, tuple(planner.kept))
 
 
-def _remark(checkpoint: Checkpoint, state: EngineState, layouts: Mapping[str, Layout], request: LoadRequest) -> None:
+def _remark(
+    checkpoint: Checkpoint,
+    state: EngineState,
+    groups: Sequence[GroupState],
+    layouts: Mapping[str, Layout],
+    request: LoadRequest,
+) -> None:
     found = list(remarks(checkpoint, state)) if request.optimizer_states else []
+    if other := other_hyperparameters(state.groups, groups, request.scheduled):
+        found.append(other)
     if order := order_taken_for_granted(checkpoint, layouts.values()):
         found.append(order)
     for remark in found:
@@ -102,7 +103,7 @@ def _remark(checkpoint: Checkpoint, state: EngineState, layouts: Mapping[str, La
 
 
 class _Planner:
-    """Plans the reads of one rank, and collects the names of what the checkpoint lacks."""
+    """Plans the reads of one rank, and collects what the checkpoint lacks: names, and rows that pad vocabularies."""
 
     def __init__(
         self, checkpoint: Checkpoint, layouts: Mapping[str, Layout], state: EngineState, request: LoadRequest
@@ -110,6 +111,7 @@ class _Planner:
         self._checkpoint, self._layouts, self._state, self._request = checkpoint, layouts, state, request
         self._tp_rank = state.coordinates.tp_rank
         self.kept: list[str] = []
+        self.unpadded: dict[str, Unpadded] = {}
 
     def fragments(self, group: StateGroup, saved: GroupState) -> Iterator[tuple[tuple[str, str], Read]]:
         """(parameter, state) and read of everything that one group's fragments on this rank get."""
@@ -122,13 +124,27 @@ class _Planner:
             target = group.master if state == MASTER else state_getter(group, state)
             for fragment in group.placement(state).fragments:
                 if fragment.name in wanted:
-                    file = self._checkpoint.file(fragment.name, state)
-                    layout = fitting_layout(self._layouts[fragment.name], file)
-                    if state != MASTER:
-                        layout.check_unscaled(state)
-                    boxes = layout.runs(self._tp_rank, fragment.param_start, fragment.numel)
                     span = fragment.param_start, fragment.partition_start, fragment.numel
-                    yield (fragment.name, state), Read(file, boxes, *span, target)
+                    yield (fragment.name, state), self._read(fragment.name, state, *span, target)
+
+    def _read(
+        self, name: str, state: str, start: int, target_start: int, numel: int, target: Callable[[], torch.Tensor]
+    ) -> Read:
+        """The read of elements [start, start + numel) of this tensor-parallel rank's shard of a state."""
+        file, target_layout = self._checkpoint.file(name, state), self._layouts[name]
+        layout = fitting_layout(target_layout, file)
+        if state != MASTER:
+            layout.check_unscaled(state)
+        read = Read(file, layout.runs(self._tp_rank, start, numel), start, target_start, numel, target)
+        whole, real = with_padding(target_layout), layout.shape[0] if layout.shape else 0
+        if whole.numel == layout.numel:
+            return read
+        padding = self._checkpoint.padding(name, state)
+        if padding is None:
+            self.unpadded[name] = Unpadded(name, real, whole.shape[0], self._checkpoint.padded_rows(name))
+            return read
+        boxes = padding_boxes(target_layout, real, padding.tensor.shape[0], self._tp_rank, start, numel)
+        return replace(read, padding=(padding, tuple(boxes)))
 
     def unowned(self) -> Unowned:
         """Frozen parameters and buffers, whole shards; second names of trained parameters are filled with those."""
@@ -138,12 +154,10 @@ class _Planner:
         for name, value in live.items():
             if not value.numel() or value.data_ptr() in trained or not self._provides(name):
                 continue
-            file = self._checkpoint.file(name, MASTER)
-            boxes = fitting_layout(self._layouts[name], file).runs(self._tp_rank, 0, value.numel())
             flat = value.view(-1) if value.is_contiguous() else torch.empty(value.numel(), dtype=value.dtype)
             if not value.is_contiguous():  # channels_last, for one: read aside, then copied into its place
                 detours.append((value, flat))
-            reads.append(Read(file, boxes, 0, 0, value.numel(), functools.partial(torch.Tensor.detach, flat)))
+            reads.append(self._read(name, MASTER, 0, 0, value.numel(), functools.partial(torch.Tensor.detach, flat)))
         exact = dict(_exact_shards(self._checkpoint, self._layouts, live, self._tp_rank))
         return Unowned(tuple(reads), tuple(detours), exact)
 

@@ -3,11 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from megads_ucp.engine.state import EngineState
+import torch
+
+from megads_ucp.engine.state import EngineState, StateGroup
 from megads_ucp.layout.layout import Layout
 from megads_ucp.load.checkpoint import Checkpoint
+from megads_ucp.load.states import GroupState
+
+_HYPERPARAMETERS = (
+    *("lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha", "rho"),
+    *("amsgrad", "maximize", "decoupled_weight_decay", "bias_correction"),
+)
+"""Of the entries of param_groups, those that a user gives. Some optimizers keep counters and estimates there, too."""
+
+_SCHEDULED = ("lr", "betas", "momentum")
+"""Those that schedules set: betas and momentum under OneCycle."""
 
 
 def remarks(checkpoint: Checkpoint, state: EngineState) -> Iterator[str]:
@@ -31,11 +45,44 @@ def remarks(checkpoint: Checkpoint, state: EngineState) -> Iterator[str]:
                 "run that saved, at another topology: all ranks get the first one's."
             )
     saved = run.get("train_batch_size")
-    if saved not in (None, facts["train_batch_size"]):
+    # Where a client ramps the batch up, it differs from step to step, and is set again after the load.
+    constant = {saved, run.get("configured_batch_size")}
+    if saved is not None and constant.isdisjoint({facts["train_batch_size"], facts["configured_batch_size"]}):
         yield (
             f"was trained with a global batch of {saved}, this run has one of {facts['train_batch_size']}. "
             + batch_advice(saved, facts["data_parallel"], facts["micro_batch_size"])
         )
+
+
+def other_hyperparameters(groups: Sequence[StateGroup], saved: Sequence[GroupState], scheduled: bool) -> str | None:
+    """A remark if this run was built with other hyperparameters than those that it is about to get back.
+
+    Args:
+        groups: of this run.
+        saved: what each of them gets.
+        scheduled: whether a schedule sets learning rates (and momentum), which then differ from step to step.
+    """
+    found: dict[str, list[int]] = {}
+    for index, (group, given) in enumerate(zip(groups, saved, strict=True)):
+        own = group.hyperparameters()
+        varying = _SCHEDULED if scheduled or "initial_lr" in own else ()
+        for key in (key for key in _HYPERPARAMETERS if key in own and key in given.hyperparameters):
+            before, after = _as_number(given.hyperparameters[key]), _as_number(own[key])
+            if before != after and key not in varying:
+                found.setdefault(f"{key} {before} (this run: {after})", []).append(index)
+    if not found:
+        return None
+    values = [f"{text} in group {', '.join(map(str, where))}" for text, where in found.items()]
+    return (
+        f"was saved with other hyperparameters than this run was built with, and the saved ones win: "
+        f"{'; '.join(values)}. To have this run's, set them in engine.optimizer.param_groups after the load."
+    )
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [_as_number(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def order_taken_for_granted(checkpoint: Checkpoint, layouts: Iterable[Layout]) -> str | None:
@@ -50,6 +97,38 @@ def order_taken_for_granted(checkpoint: Checkpoint, layouts: Iterable[Layout]) -
                 "that saved it would say."
             )
     return None
+
+
+@dataclass(frozen=True)
+class Unpadded:
+    """A vocabulary that this run pads and the checkpoint does not.
+
+    Attributes:
+        name: of the parameter.
+        real: rows that the checkpoint has.
+        wanted: rows of this run, padding included.
+        padded: rows of the run that saved, padding included, where that is known.
+    """
+
+    name: str
+    real: int
+    wanted: int
+    padded: int | None
+
+
+def padding_missing(vocabularies: Sequence[Unpadded]) -> str:
+    """A remark that rows which pad vocabularies start at zero."""
+    first = min(vocabularies, key=lambda vocabulary: vocabulary.name)
+    names = first.name if len(vocabularies) == 1 else f"{first.name} (and {len(vocabularies) - 1} more)"
+    lost = f"the run that saved it padded its {first.real} rows to {first.padded}"
+    if first.padded is None:
+        lost = f"only the {first.real} real rows were written (the stock converter drops the others, as 0.1 did)"
+    return (
+        f"has no padding rows of {names}: {lost}, this run pads them to {first.wanted}. Rows {first.real} to "
+        f"{first.wanted - 1} start at zero and take part in the softmax, so expect higher losses for a while. An "
+        "export of this package continues exactly in a run that pads alike (Megatron's flag for it is "
+        "--make-vocab-size-divisible-by)."
+    )
 
 
 def batch_advice(batch: int, degree: int, micro_batch: int) -> str:

@@ -35,11 +35,13 @@ class LoadRequest:
         optimizer_states: states, steps, hyperparameters and loss scale; otherwise only what the model computes with.
         strict: a parameter that the checkpoint lacks is an error; otherwise it keeps its value, with a warning.
         verify: check everything that is read against the manifest's checksums.
+        scheduled: the learning rate follows a schedule of the engine.
     """
 
     optimizer_states: bool = True
     strict: bool = True
     verify: bool = False
+    scheduled: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from megads_ucp.errors import StorageError
 from megads_ucp.storage.durable import payload_view, pread_all, ranges, storage_errors
+from megads_ucp.storage.format import MASTER
 from megads_ucp.storage.records import FileRecord
 
 _LOCK = threading.Lock()
@@ -143,6 +144,16 @@ def state_names(folder: Path) -> list[str]:
     """
     with storage_errors("list", folder):
         return sorted(path.stem for path in folder.iterdir() if path.suffix == ".pt")
+
+
+def parameter_names(zero: Path) -> tuple[str, ...]:
+    """Names of the parameters with a directory in ``zero``, sorted; they may hold slashes.
+
+    Raises:
+        StorageError: the operating system refuses.
+    """
+    with storage_errors("list", zero):
+        return tuple(sorted(path.parent.relative_to(zero).as_posix() for path in zero.rglob(f"{MASTER}.pt")))
 
 
 def read_object(path: Path, allowed: tuple[type, ...] = (), *, weights_only: bool = True) -> Any:
