@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,14 @@ import torch
 import megads_ucp
 from megads_ucp.load.remarks import batch_advice
 from tests.support.degrees import llama_case
+from tests.support.models import decay_groups, mlp_batches, train
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     EXPORTING,
     Log,
     Recipe,
     export,
+    save,
 )
 
 
@@ -105,7 +108,7 @@ def test_tensor_parallel_ranks_of_autotp_share_a_batch(tmp_path: Path) -> None:
 
 def test_another_optimizer_than_the_one_that_saved_is_remarked_on(tmp_path: Path) -> None:
     def with_momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
 
     export(Recipe("fp32"), 2, tmp_path, after=0)
 
@@ -116,4 +119,67 @@ def test_another_optimizer_than_the_one_that_saved_is_remarked_on(tmp_path: Path
 
     (message,) = run_ranks(body, 1, Recipe("fp32", optimizer=with_momentum))[0]
     assert "AdamW" in message and "SGD" in message and "load_optimizer_states=False" in message
-    assert run_ranks(body, 1, Recipe("fp32", optimizer=torch.optim.Adam))[0] == []
+    (message,) = run_ranks(body, 1, Recipe("fp32", optimizer=functools.partial(torch.optim.Adam, lr=1e-2)))[0]
+    assert message.count("this run:") == 1 and "decoupled_weight_decay True (this run: False)" in message
+
+
+def test_hyperparameters_of_this_run_that_give_way_to_the_saved_ones(tmp_path: Path) -> None:
+    """Once, in one line on one rank; not those of a schedule, nor what has been the same all along."""
+
+    def of(lr: float, decay: float, schedule: bool = False) -> Recipe:
+        def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+            first, second = decay_groups(model)
+            return [{**first, "weight_decay": decay}, second]
+
+        def build(given: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(given, lr=lr)
+
+        halved = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1) if schedule else None
+        return Recipe("fp32", optimizer=build, groups=groups, scheduler=halved)
+
+    export(of(1e-2, 0.1), 2, tmp_path / "constant", after=0)
+    export(of(1e-2, 0.1, schedule=True), 2, tmp_path / "scheduled", after=0)
+
+    def body(recipe: Recipe, name: str) -> tuple[list[str], float]:
+        log = Log()
+        engine = recipe.resumed(tmp_path / name)
+        return log.messages, engine.optimizer.param_groups[0]["weight_decay"]
+
+    ((message,), decay), silent = run_ranks(body, 2, of(3e-2, 0.2), "constant")
+    assert decay == 0.1 and silent == ([], 0.1)
+    assert (
+        "the saved ones win: lr 0.01 (this run: 0.03) in group 0, 1; weight_decay 0.1 (this run: 0.2) in group 0."
+        in message
+    )
+    for name, recipe in (("constant", of(1e-2, 0.1)), ("scheduled", of(1e-2, 0.1, schedule=True))):
+        assert run_ranks(body, 2, recipe, name) == [([], 0.1)] * 2
+    (message,), _ = run_ranks(body, 1, of(3e-2, 0.1, schedule=True), "scheduled")[0]
+    assert "win: initial_lr 0.01 (this run: 0.03) in group 0, 1." in message
+
+
+def test_a_global_batch_that_is_ramped_up_is_none_to_keep(tmp_path: Path) -> None:
+    """It starts small in every run, and the client sets it from step to step."""
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}
+    ramping = Recipe("fp32", config=config)
+
+    def source() -> None:
+        megads_ucp.install(EXPORTING)
+        engine = ramping.engine()
+        for samples in (4, 8, 12):
+            engine.set_train_batch_size(samples)
+            train(engine, mlp_batches(0, 1, samples=samples))
+        save(engine, tmp_path)
+
+    run_ranks(source, 2)
+
+    def body(samples: int) -> list[str]:
+        log = Everything()
+        engine = replace(ramping, config={**config, "train_batch_size": samples}).resumed(tmp_path)
+        engine.set_train_batch_size(12)
+        train(engine, mlp_batches(1, 2, samples=12))
+        return log.messages
+
+    assert run_ranks(body, 4, 4) == [[]] * 4  # ramped up again
+    assert run_ranks(body, 4, 12) == [[]] * 4  # its end, constant from now on
+    (message,), *_ = run_ranks(body, 1, 6)
+    assert "global batch of 12, this run has one of 6" in message
