@@ -8,15 +8,17 @@ are left alone but for the one patch of :mod:`megads_ucp.engine.construction`; e
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from deepspeed import comm as ds_comm
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megads_ucp.config import ExportConfig
+from megads_ucp.config import CONFIG_SECTION, ExportConfig
 from megads_ucp.engine.adapter import engine_state, why_unsupported
 from megads_ucp.engine.bookkeeping import mend
 from megads_ucp.engine.compat import check_deepspeed
@@ -27,8 +29,11 @@ from megads_ucp.engine.experts import mend_save_of_experts
 from megads_ucp.engine.methods import destroy, load_checkpoint, save_checkpoint
 from megads_ucp.engine.patches import Patches
 from megads_ucp.engine.scopes import current_scope, scope_mates
+from megads_ucp.errors import UnsupportedError
 from megads_ucp.load.remarks import batch_advice
 from megads_ucp.save.exporter import Exporter
+
+logger = logging.getLogger("megads_ucp")
 
 # Attachments hang off their engines: in a dictionary here they would keep alive all that refers back to the engine.
 _ATTACHMENT = "_megads_ucp_attachment"
@@ -111,12 +116,36 @@ def attachment(engine: DeepSpeedEngine) -> Attachment:
     return kept
 
 
+def _trains(engine: DeepSpeedEngine) -> bool:
+    """Whether it has an optimizer: a model that is only evaluated is under nobody's flags for what is saved."""
+    return bool(getattr(engine.optimizer, "using_real_optimizer", engine.optimizer is not None))
+
+
+def _say_early(engine: DeepSpeedEngine, unsupported: str, strict: bool) -> None:
+    """Say of an engine that is to be exported why it cannot be, hours before its first save.
+
+    Raises:
+        UnsupportedError: if ``strict``.
+    """
+    text = (
+        f"the {type(engine).__name__} of {type(engine.module).__name__} cannot export universal checkpoints: "
+        f"{unsupported}. To train it without, set "
+        f'"{CONFIG_SECTION}": false in its DeepSpeed config.'
+    )
+    if strict:
+        raise UnsupportedError(f"rank {ds_comm.get_rank()}: {text}")
+    if ds_comm.get_rank() == 0:
+        logger.warning("%s", text)
+
+
 class Attachment:
     """The package's hold on one engine: partitions recorded, bookkeeping mended, methods bound to the instance."""
 
     def __init__(self, engine: DeepSpeedEngine, default: ExportConfig) -> None:
         config = default.for_engine(engine._config._param_dict)
         unsupported, engine_ref = why_unsupported(engine), weakref.ref(engine)
+        if unsupported and config.enabled and _trains(engine):
+            _say_early(engine, unsupported, config.strict)
         self._patches = Patches()
         self.context = EngineContext(unsupported or engine_state(engine), config)
         self.exporter = Exporter(self.context) if config.enabled else None

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
+from megads_ucp.comm.agreement import Announcement
 from megads_ucp.comm.channel import Channel
 from megads_ucp.config import ExportConfig
 from megads_ucp.engine.state import EngineState
@@ -36,6 +39,8 @@ class EngineContext:
         """
         self._state = state
         self.config = config
+        self.turn = threading.RLock()
+        self._announcement = Announcement(asdict(config))
         self._channel: Channel | None = None
         self._layers: LayerClaims | None = None
         self._seen: list[list[int]] = []
@@ -58,7 +63,12 @@ class EngineContext:
         return self._channel
 
     def connect(self) -> Channel:
-        """The channel for one export or resume: the last one's, unless some rank has aborted it. Collective."""
+        """The channel for one export or resume: the last one's, unless some rank has aborted it. Collective.
+
+        Raises:
+            Disagreement: the ranks have different settings.
+        """
+        self._announcement.check(self.config.timeout_minutes)
         if self._channel is None or self._channel.aborted():
             self.close()
             self._channel = Channel(self.config.timeout_minutes)

@@ -15,6 +15,7 @@ from pathlib import Path
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 
 from megads_ucp import storage
+from megads_ucp.comm.agreement import check_equal
 from megads_ucp.comm.channel import HOST, Channel
 from megads_ucp.comm.exchange import Exchange
 from megads_ucp.engine.compat import PICKLED_CLASSES
@@ -96,6 +97,7 @@ class Exporter:
 
     def _export(self, request: ExportRequest) -> ExportReport:
         channel, report = self._context.connect(), ExportReport(request.directory)
+        check_equal(channel, "arguments of save_checkpoint", request.arguments, "the same ones, rank 0's for example")
         with channel.agreed("the universal export"):
             state = self._context.state
         absent = state.frozen() if request.exclude_frozen else []

@@ -23,12 +23,14 @@ class ExportRequest:
         latest: the file that is to name it, None to leave that alone.
         client_state: as given to ``save_checkpoint``.
         exclude_frozen: leave frozen parameters out.
+        arguments: of ``save_checkpoint``, those that must be equal on all ranks.
     """
 
     directory: Path
     latest: Path | None
     client_state: Mapping[str, Any]
     exclude_frozen: bool
+    arguments: Mapping[str, Any]
 
     @classmethod
     def of_save(
@@ -37,7 +39,13 @@ class ExportRequest:
         """The request that goes with a save of the regular checkpoint ``<save_dir>/<tag>``."""
         save_dir = Path(os.path.abspath(save_dir))
         latest = save_dir / LATEST if save_latest else None
-        return cls(universal_directory(save_dir / tag), latest, client_state, exclude_frozen)
+        arguments = {
+            "save_dir": str(save_dir),
+            "tag": tag,
+            "save_latest": save_latest,
+            "exclude_frozen_parameters": exclude_frozen,
+        }
+        return cls(universal_directory(save_dir / tag), latest, client_state, exclude_frozen, arguments)
 
 
 @dataclass

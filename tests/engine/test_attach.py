@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 import megads_ucp
 from megads_ucp.config import ExportConfig
 from megads_ucp.engine.compat import ATTRIBUTES_USED
-from megads_ucp.errors import UniversalCheckpointError, UnsupportedError
+from megads_ucp.errors import UnsupportedError
 from megads_ucp.storage import read_manifest, state_names
 from tests.support.accidents import assert_complete, entries, install, reports
 from tests.support.experts import Experts
@@ -398,31 +398,18 @@ REFUSALS = {
 
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_what_is_not_supported_is_refused_in_a_sentence_and_the_regular_checkpoint_is_written(tmp_path, kind):
-    def body() -> str:
+    def body() -> list[str]:
         install()
         engine = refused_engine(kind)
         train(engine, mlp_batches(0, 1))
         with reports() as messages:
             engine.save_checkpoint(str(tmp_path), tag="x")
         train(engine, mlp_batches(1, 2))
-        (message,) = messages
-        return message
+        return messages
 
-    message, other = run_ranks(body, 2)
-    assert message == other
+    (message,), silent = run_ranks(body, 2)
+    assert silent == []
     assert message.count(REFUSALS[kind]) == 1
     assert entries(tmp_path) == ["latest", "x"]
     for file in (tmp_path / "x").glob("*.pt"):
         torch.load(file, weights_only=False)
-
-
-def test_a_refusal_raises_if_the_user_is_strict(tmp_path):
-    def body() -> None:
-        install(strict=True)
-        engine = refused_engine("ZeRO-0")
-        train(engine, mlp_batches(0, 1))
-        with pytest.raises(UniversalCheckpointError, match="ranks 0-1: ZeRO stage 0"):
-            engine.save_checkpoint(str(tmp_path), tag="x")
-
-    run_ranks(body, 2)
-    assert entries(tmp_path) == ["latest", "x"]
