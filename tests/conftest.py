@@ -8,11 +8,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support.ranks import run_ranks
 
 _BUILD_SECONDS = 1800  # a minute or so on an idle machine
+
+# A busy machine is no failure.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 
 def pytest_configure(config: pytest.Config) -> None:

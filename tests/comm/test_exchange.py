@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.checkpoint.affine import segmented_map
 
 from megads_ucp import storage
@@ -28,6 +29,8 @@ from tests.support.jobs import ADAM, MIXED, Job, replicated, values_of
 from tests.support.ranks import run_ranks
 
 Source = Callable[[Transfer, Extent], torch.Tensor]
+
+PATIENT = 60.0  # minutes; longer than a job may take, so that one that waits for it fails
 
 
 def model(tp_degree: int, degree: int, states=MIXED) -> Job:
@@ -79,22 +82,20 @@ def export(channel: Channel, plan: Plan, target: Path, source: Source) -> list[s
 
 @dataclass(frozen=True)
 class Failure:
-    """How an export failed on a rank, and after how long."""
+    """How an export failed on a rank."""
 
     error: type[BaseException]
     message: str
-    seconds: float
 
 
 def failing_export(
-    target: Path, job: Job, wrap: Callable[[Plan, Source, int], Source], timeout_minutes: float = 1.0
+    target: Path, job: Job, wrap: Callable[[Plan, Source, int], Source], timeout_minutes: float = PATIENT
 ) -> Failure:
     channel, plan = Channel(timeout_minutes), make_plan(job.subjects(), job.world, 256)
     source = wrap(plan, true_source(plan), channel.rank)
-    started = time.monotonic()
     with pytest.raises(UniversalCheckpointError) as failure:
         export(channel, plan, target, source)
-    return Failure(failure.type, str(failure.value), time.monotonic() - started)
+    return Failure(failure.type, str(failure.value))
 
 
 # ---- what arrives ----
@@ -109,7 +110,7 @@ def test_every_file_holds_the_values_of_the_ranks(tmp_path, tp_degree, degree, b
     assert plan.rounds >= least_rounds
 
     def body() -> int:
-        records = export(Channel(1.0), plan, target, true_source(plan))
+        records = export(Channel(PATIENT), plan, target, true_source(plan))
         return sum(record.nbytes for record in records)
 
     written = run_ranks(body, job.world)
@@ -130,7 +131,7 @@ def test_an_engine_can_export_again_over_the_same_channel(tmp_path):
     job = model(2, 1)
 
     def body() -> list[int]:
-        channel, plan = Channel(1.0), make_plan(job.subjects(), job.world, 128)
+        channel, plan = Channel(PATIENT), make_plan(job.subjects(), job.world, 128)
         return [len(export(channel, plan, tmp_path / name, true_source(plan))) for name in ("first", "second")]
 
     for first, second in run_ranks(body, 2):
@@ -153,14 +154,13 @@ def test_a_source_that_fails_on_one_rank_fails_the_export_on_all_and_nobody_hang
         assert failure.error is Disagreement
         assert "writing failed" in failure.message
         assert "rank 1: KeyError: 'the optimizer was replaced'" in failure.message
-        assert failure.seconds < 30
 
 
 def test_a_lay_that_fails_on_one_rank_fails_the_export_on_all_and_nobody_hangs():
     job = model(2, 2)
 
     def body() -> str:
-        channel, plan = Channel(1.0), make_plan(job.subjects(), job.world, 64)
+        channel, plan = Channel(PATIENT), make_plan(job.subjects(), job.world, 64)
 
         def lay(transfer: Transfer, values: list[torch.Tensor]) -> None:
             if channel.rank == 3:
@@ -177,7 +177,7 @@ def test_a_lay_that_fails_on_one_rank_fails_the_export_on_all_and_nobody_hangs()
 
 def test_agreement_names_every_failed_rank():
     def body() -> str:
-        channel = Channel(1.0)
+        channel = Channel(PATIENT)
         with channel.agreed("a step without failures"):
             pass
         with pytest.raises(Disagreement) as failure, channel.agreed("opening"):
@@ -204,29 +204,34 @@ def test_a_rank_killed_during_the_exchange_fails_the_others_at_once(tmp_path):
 
         return killing
 
-    body = lambda: failing_export(tmp_path / "checkpoint", model(2, 2), deadly, timeout_minutes=2.0)  # noqa: E731
+    body = lambda: failing_export(tmp_path / "checkpoint", model(2, 2), deadly)  # noqa: E731
     failures = run_ranks(body, 4, expect_death={2: signal.SIGKILL})
 
     for survivor in (failures[0], failures[1], failures[3]):
         assert survivor.error is ChannelError
         assert "rank 2" in survivor.message
-        assert survivor.seconds < 60  # not after the timeout
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_fails_the_others_when_the_timeout_has_passed(tmp_path):
-    def slow(plan: Plan, source: Source, rank: int) -> Source:
-        def sleeping(transfer: Transfer, extent: Extent) -> torch.Tensor:
-            if rank == 1 and plan.subjects[extent.subject].name == "row":
-                time.sleep(14)
+    failed = [tmp_path / "0", tmp_path / "2"]
+
+    def stuck(plan: Plan, source: Source, rank: int) -> Source:
+        def waiting(transfer: Transfer, extent: Extent) -> torch.Tensor:
+            while rank == 1 and not all(file.exists() for file in failed):
+                time.sleep(0.01)
             return source(transfer, extent)
 
-        return sleeping
+        return waiting
 
-    body = lambda: failing_export(tmp_path / "checkpoint", model(3, 1, ADAM[:1]), slow, timeout_minutes=0.05)  # noqa: E731
+    def body() -> Failure:
+        # A time that nothing else here comes near.
+        failure = failing_export(tmp_path / "checkpoint", model(3, 1, ADAM[:1]), stuck, timeout_minutes=0.5)
+        (tmp_path / str(dist.get_rank())).touch()
+        return failure
+
     failures = run_ranks(body, 3)
 
     for rank in (0, 2):
         assert failures[rank].error is ChannelError
-        assert 2 < failures[rank].seconds < 14
         assert "rank 1" in failures[rank].message

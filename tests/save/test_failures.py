@@ -46,12 +46,12 @@ root_only = pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system 
 
 def killed_during_an_export(
     save: Path, victim: int, arm: Callable[[list[int]], None], *, tag: str = "new", doomed: bool = False
-) -> tuple[list[str], float]:
+) -> list[str]:
     """On each of 3 ranks: exports "old", then ``tag``; ``arm`` prepares a death on the victim, given all process ids.
 
-    Returns what this rank reported about it, and after how many seconds; if it is ``doomed``, it waits for its end.
+    Returns what this rank reported about it; if it is ``doomed``, it waits for its end.
     """
-    install(timeout_minutes=5.0)
+    install()
     engine = trained()
     engine.save_checkpoint(str(save), tag="old")
     train(engine, mlp_batches(1, 2))
@@ -59,13 +59,11 @@ def killed_during_an_export(
     dist.all_gather_object(processes, os.getpid())
     if dist.get_rank() == victim:
         arm(processes)
-    started = time.monotonic()
     with reports() as messages:
         engine.save_checkpoint(str(save), tag=tag)
-    elapsed = time.monotonic() - started
-    if doomed:
-        time.sleep(60)
-    return messages, elapsed
+    while doomed:
+        signal.pause()
+    return messages
 
 
 def assert_old_or_new(save: Path) -> str:
@@ -100,32 +98,30 @@ MOMENTS = [
     pytest.param(1, "open .*new_universal.*fp32.pt", marks=pytest.mark.slow),
     (0, "open .*new_universal.*manifest.json"),
     pytest.param(0, "os.mkdir .*new_universal", marks=pytest.mark.slow),
-    pytest.param(0, "open .*new_universal.*unfinished", marks=pytest.mark.slow),
+    pytest.param(0, "open .*new_universal.writer", marks=pytest.mark.slow),
     pytest.param(0, "open .*new_universal.*exp_avg", marks=pytest.mark.slow),
     pytest.param(0, "open .*new_universal.*mp_rank", marks=pytest.mark.slow),
-    pytest.param(0, "os.remove .*new_universal.*unfinished", marks=pytest.mark.slow),
     pytest.param(0, "os.rename .*new_universal", marks=pytest.mark.slow),
     pytest.param(0, "os.rename .*latest_universal", marks=pytest.mark.slow),
-    pytest.param(2, "open .*new_universal.*unfinished", marks=pytest.mark.slow),
+    pytest.param(2, "open .*new_universal.writer", marks=pytest.mark.slow),
     pytest.param(2, "open .*new_universal.*step.pt", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("victim", "moment"), MOMENTS)
 def test_a_rank_killed_during_an_export_leaves_the_older_one_and_the_others_say_so(tmp_path, victim, moment):
-    def body() -> tuple[list[str], float]:
+    def body() -> list[str]:
         arm = lambda processes: before(moment, partial(kill, [processes[victim]]))  # noqa: E731
         return killed_during_an_export(tmp_path, victim, arm)
 
     reported = run_ranks(body, 3, expect_death={victim: signal.SIGKILL})
 
-    for messages, elapsed in [reported[rank] for rank in range(3) if rank != victim]:
-        (message,) = messages
+    for rank in {0, 1, 2} - {victim}:  # they have reported, so they did not wait for the timeout (see `install`)
+        (message,) = reported[rank]
         assert "no universal checkpoint" in message and "new_universal" in message
         # The victim's host serves the key-value store here, so its death leaves nobody to ask who is there.
         assert ("store does not answer" if victim == 0 else f"no sign of life from rank {victim}:") in message
         assert "regular checkpoint is untouched" in message
-        assert elapsed < 60  # at once, not after the timeout of 5 minutes
     assert assert_old_or_new(tmp_path) == "old_universal"
     assert_next_export_cleans_up(tmp_path)
 
@@ -176,7 +172,7 @@ def test_kill_9_at_a_random_moment(tmp_path, seed):
     victim, delay, everybody = chance.randrange(3), chance.uniform(0.0, 0.15), chance.random() < 0.3
     doomed = range(3) if everybody else [victim]
 
-    def body() -> tuple[list[str], float]:
+    def body() -> list[str]:
         def arm(processes: list[int]) -> None:
             shot = threading.Timer(delay, kill, [[processes[rank] for rank in doomed]])
             before("new_universal", shot.start)
@@ -190,30 +186,33 @@ def test_kill_9_at_a_random_moment(tmp_path, seed):
 
 @pytest.mark.slow  # waits for a timeout
 def test_a_rank_that_is_stuck_costs_one_export_and_no_more(tmp_path):
-    def body() -> tuple[list[str], list[str], float]:
-        install(timeout_minutes=0.1)
+    save, reported = tmp_path / "save", [tmp_path / "0", tmp_path / "2"]
+
+    def until_the_others_have_reported() -> None:
+        while not all(file.exists() for file in reported):
+            time.sleep(0.01)
+
+    def body() -> tuple[list[str], list[str]]:
+        install(timeout_minutes=0.5)  # which nothing else here comes near
         engine = trained()
-        engine.save_checkpoint(str(tmp_path), tag="old")
+        engine.save_checkpoint(str(save), tag="old")
         if dist.get_rank() == 1:
-            before("stuck_universal", partial(time.sleep, 16))
-        started = time.monotonic()
+            before("stuck_universal", until_the_others_have_reported)
         with reports() as first:
-            engine.save_checkpoint(str(tmp_path), tag="stuck")
-        elapsed = time.monotonic() - started
+            engine.save_checkpoint(str(save), tag="stuck")
+        (tmp_path / str(dist.get_rank())).touch()
         train(engine, mlp_batches(1, 2))
         with reports() as second:
-            engine.save_checkpoint(str(tmp_path), tag="new")
-        return first, second, elapsed
+            engine.save_checkpoint(str(save), tag="new")
+        return first, second
 
-    stuck_on = run_ranks(body, 3)
-    for rank, (first, second, elapsed) in enumerate(stuck_on):
+    for rank, (first, second) in enumerate(run_ranks(body, 3)):
         (message,) = first
-        if rank != 1:
-            assert "no sign of life from rank 1: dead, or stuck" in message and elapsed < 15
+        assert rank == 1 or "no sign of life from rank 1: dead, or stuck" in message
         assert second == []
-    assert (tmp_path / LATEST).read_text() == "new_universal"
-    assert entries(tmp_path) == sorted([LATEST, "latest", "old", "stuck", "new", "old_universal", "new_universal"])
-    assert_complete(tmp_path / "new_universal")
+    assert (save / LATEST).read_text() == "new_universal"
+    assert entries(save) == sorted([LATEST, "latest", "old", "stuck", "new", "old_universal", "new_universal"])
+    assert_complete(save / "new_universal")
 
 
 # ---------------------------------------------------------------------------------------------------- F2, F6: the disk
@@ -250,10 +249,12 @@ def undisturbed_losses(steps: int) -> list[float]:
 
 
 def assert_reported(reported: list[list[str]], pattern: str) -> None:
-    """Every rank has reported the same one failure, which matches."""
-    assert [len(messages) for messages in reported] == [1] * len(reported), reported
-    assert len({messages[0] for messages in reported}) == 1
-    assert re.search(pattern, reported[0][0]), reported[0][0]
+    """Rank 0, and the rank that failed, have reported the same one failure, which matches."""
+    (message,) = reported[0]
+    assert re.search(pattern, message), message
+    assert all(messages in ([], [message]) for messages in reported), reported
+    for rank in re.findall(r" rank (\d+): ", message):
+        assert reported[int(rank)] == [message]
 
 
 def on_rank(rank: int, act: Callable[[], object]) -> None:
@@ -329,7 +330,7 @@ def test_a_disk_that_is_full_or_read_only(tmp_path):
     def read_only(save: Path) -> None:
         def protect() -> None:
             (save / "ballast").unlink()
-            before("os.(mkdir|open) .*2_universal", partial(remount, save, "ro"))
+            before("open .*2_universal.writer", partial(remount, save, "ro"))
 
         on_rank(0, protect)
 
@@ -373,12 +374,11 @@ def test_strict_raises_on_every_rank_after_the_regular_checkpoint_is_written(tmp
 @root_only
 def test_a_save_dir_that_not_all_ranks_see_is_refused(tmp_path):
     def body(save: Path) -> Any:
-        on_rank(1, partial(before, "open .*1_universal.*unfinished", partial(hide, save)))
+        on_rank(1, partial(before, "open .*1_universal.writer", partial(hide, save)))
         install()
         engine = trained()
         with reports() as hidden:
             engine.save_checkpoint(str(save), tag="1")
-        # Another directory on each rank, on a file system that all see.
         with reports() as differing:
             engine.save_checkpoint(f"{save}{dist.get_rank()}", tag="2")
         return hidden, differing
@@ -386,7 +386,7 @@ def test_a_save_dir_that_not_all_ranks_see_is_refused(tmp_path):
     ranks = run_ranks(body, 2, tmp_path / "save")
     assert_reported([hidden for hidden, _ in ranks], r"rank 1: this rank .* does not see .*all ranks share")
     for rank, (_, differing) in enumerate(ranks):
-        assert f"save{rank}" in differing[0] and "rank 1: this rank" in differing[0]
+        assert f"save_dir is '{tmp_path}/save0' on rank 0 and '{tmp_path}/save1' on rank 1" in differing[0], rank
     assert entries(tmp_path / "save") == ["1", "latest"]
     assert not list(tmp_path.rglob("*universal*"))
 

@@ -103,7 +103,7 @@ def folders(tmp_path_factory):
 
 
 # Function-scoped fixtures are made once for all examples, which is all that `folders` needs.
-stock = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+stock = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @stock

@@ -27,11 +27,14 @@ _FILE_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
 
 
-def install(*, enabled: bool = True, timeout_minutes: float = 2.0, **settings: Any) -> None:
-    """megads_ucp.install with flags as if they had been parsed: ``strict=True`` or ``bucket_mb=1``, say."""
+def install(*, enabled: bool = True, **settings: Any) -> None:
+    """megads_ucp.install with flags as if they had been parsed: ``strict=True`` or ``bucket_mb=1``, say.
+
+    By default, ranks wait for each other for longer than a job may take: a job that waits for a dead rank fails.
+    """
     named = {f"universal_checkpoint_export_{name}": value for name, value in settings.items() if name != "verify"}
     named.update(universal_checkpoint_verify=settings.get("verify", False))
-    named.update(universal_checkpoint_export=enabled, universal_checkpoint_export_timeout_minutes=timeout_minutes)
+    named.update(universal_checkpoint_export=enabled)
     megads_ucp.install(argparse.Namespace(**named))
 
 

@@ -64,7 +64,9 @@ os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(tempfile.gettempdir()) / f"megads_
 
 _OUTPUT_SHOWN = 6000  # characters of each rank's output in a failure message
 _POLL_SECONDS = 0.2
-_FAILURE_GRACE_SECONDS = 0.3  # how long after the first failure other ranks may still report theirs
+_FAILURE_GRACE_SECONDS = 1.0  # how long after the first failure other ranks may still report theirs
+_ENDING_SECONDS = 10.0  # how long a thread that Python has joined may take to be gone, on a busy machine
+_DUMP_SECONDS = 10.0  # how long a rank may take to write where it stands
 
 
 class RankError(AssertionError):
@@ -106,7 +108,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout: float = 120,
+    timeout: float = 600,
     expect_death: Mapping[int, int] | None = None,
 ) -> list[Any]:
     """Calls `fn(*args)` on `world` gloo ranks and returns the ranks' results, in rank order.
@@ -118,7 +120,9 @@ def run_ranks(
     expect_death: {rank: signal} for tests that kill ranks. Each of these must die by just that signal (and yields
         None); the others must return.
 
-    Raises RankError if a rank raises, dies, or does not return within `timeout` seconds; all ranks are then killed.
+    timeout: in seconds; finds out what hangs. A test must never come near it, on however busy a machine.
+
+    Raises RankError if a rank raises, dies, or does not return within `timeout`; all ranks are then killed.
     """
     __tracebackhide__ = True  # pytest then shows the test's line and the rank's traceback, not the harness
     _import_stack()
@@ -162,16 +166,29 @@ def _import_stack() -> None:
 
 
 def _warn_of_threads() -> None:
-    """A lock that another thread holds at the fork stays locked in the rank for ever: name the threads, if any."""
-    native = {task.name: (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    """A lock that another thread holds at the fork stays locked in the rank for ever: name the threads, if any.
+
+    What was joined a moment ago may still be on its way out of the kernel, and is waited for.
+    """
+    python, deadline = [thread.name for thread in threading.enumerate()], time.monotonic() + _ENDING_SECONDS
+    while len(native := _native_threads()) > 1 and len(python) == 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
     if len(native) > 1:
-        python = [thread.name for thread in threading.enumerate()]
         warnings.warn(
             f"forking ranks from a process with {len(native)} threads, which may hang them; "
-            f"Python threads: {python}, all: {sorted(native.values())}",
+            f"Python threads: {python}, all: {sorted(native)}",
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _native_threads() -> list[str]:
+    """Names of all threads of this process, Python's or not."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # ended while we looked
+            names.append((task / "comm").read_text().strip())
+    return names
 
 
 @dataclass(frozen=True)
@@ -291,12 +308,15 @@ def _check(ranks: Sequence[_Rank], timeout: float, expected: Mapping[int, int]) 
 
 
 def _dump_stacks(ranks: Sequence[_Rank]) -> None:
-    """Has each rank write the Python stacks of its threads to its output."""
+    """Has each rank write the Python stacks of its threads to its output, the main thread's last."""
     for rank in ranks:
         assert rank.process.pid is not None
         with suppress(ProcessLookupError):
             os.kill(rank.process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
+    deadline = time.monotonic() + _DUMP_SECONDS
+    logs = [rank.job.log for rank in ranks if rank.job.log.exists()]
+    while time.monotonic() < deadline and not all(b"in _rank_main" in log.read_bytes() for log in logs):
+        time.sleep(0.05)
 
 
 def _remove_shared_memory(pids: Iterable[int | None]) -> None:
