@@ -29,6 +29,7 @@ class EngineContext:
     Attributes:
         state: how the engine is read and filled.
         config: how it exports and resumes.
+        turn: held during a save and a load, so that threads that use one engine take turns.
     """
 
     def __init__(self, state: EngineState | str, config: ExportConfig) -> None:
@@ -45,6 +46,11 @@ class EngineContext:
         self._layers: LayerClaims | None = None
         self._seen: list[list[int]] = []
         self._survey: Survey | None = None
+
+    @property
+    def unsupported(self) -> str | None:
+        """Why the engine cannot be exported, None if it can."""
+        return self._state if isinstance(self._state, str) else None
 
     @property
     def state(self) -> EngineState:

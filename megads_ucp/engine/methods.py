@@ -57,7 +57,8 @@ def save_checkpoint(
     """``DeepSpeedEngine.save_checkpoint``, followed by the export."""
     engine = _alive(engine_ref)
     client_state = {} if client_state is None else client_state
-    with scope_of(engine):
+    with exporter.turn, scope_of(engine):
+        exporter.check_tag(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
         done: bool = type(engine).save_checkpoint(
             engine,
             save_dir,
@@ -100,7 +101,7 @@ def load_checkpoint(
     if context.unsupported is not None:
         _check_loadable(engine, Path(load_dir), tag)
         return stock(tag=tag)
-    with scope_of(engine):
+    with context.turn, scope_of(engine):
         tag = find(context, Path(load_dir), tag)
         if tag is None:
             return None, None

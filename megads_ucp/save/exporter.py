@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 
@@ -21,7 +23,7 @@ from megads_ucp.comm.exchange import Exchange
 from megads_ucp.engine.compat import PICKLED_CLASSES
 from megads_ucp.engine.context import EngineContext
 from megads_ucp.engine.state import EngineState
-from megads_ucp.errors import UniversalCheckpointError
+from megads_ucp.errors import ChannelError, Disagreement, UniversalCheckpointError
 from megads_ucp.plan.save import make_plan
 from megads_ucp.plan.types import Plan
 from megads_ucp.save.announce import announce
@@ -40,6 +42,7 @@ from megads_ucp.save.optimizer_values import (
 from megads_ucp.save.replicas import Comparison, judge
 from megads_ucp.save.snapshot import Snapshot
 from megads_ucp.save.types import ExportReport, ExportRequest
+from megads_ucp.save.vocabulary import words_beyond
 from megads_ucp.save.writer import ExtentWriter
 from megads_ucp.storage.format import OPTIMIZER_STATE, OPTIMIZER_VALUES
 from megads_ucp.storage.values import from_file, to_file
@@ -64,10 +67,26 @@ class Exporter:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
+        self.turn = context.turn
         self._prepared: _Prepared | None = None
         self._writer = ExtentWriter()
         self._warned: set[str] = set()
         self.last_report: ExportReport | None = None
+
+    def check_tag(self, save_dir: Any, tag: str) -> None:
+        """Refuse to save a regular checkpoint into a universal one, before any of it is written. Collective.
+
+        Raises:
+            StorageError: the tag leads into one, whether or not the configuration says ``strict``.
+        """
+        with HOST:
+            try:
+                channel = self._context.connect()
+                with channel.agreed(f"saving {Path(save_dir) / tag}"):
+                    if channel.rank == 0:
+                        storage.check_tag(save_dir, tag)
+            except (ChannelError, Disagreement):
+                return  # the export meets the same, and reports it
 
     def export(self, request: ExportRequest) -> ExportReport | None:
         """Write the universal checkpoint from the live state. Collective.
@@ -115,10 +134,10 @@ class Exporter:
         with report.timed("compare"):
             drifts = prepared.comparison.run(channel, snapshot.values, self._bucket_bytes)
             judge(drifts, self._context.config.on_drift, speaks=channel.rank == 0)
-        staging = storage.Staging(request.directory, channel.broadcast(uuid.uuid4().hex, 0))
-        try:
-            with report.timed("stage"):
-                _stage(channel, staging)
+            beyond = words_beyond(channel, plan.subjects, snapshot.values)
+            if beyond is not None and channel.rank == 0:
+                self._warn(beyond)
+        with _staged(channel, request, plan, report) as staging:
             with report.timed("exchange and write"):
                 records = self._write_tensors(channel, plan, snapshot, staging)
             with report.timed("small files"), channel.agreed("writing the small files"):
@@ -128,10 +147,6 @@ class Exporter:
                         storage.read_object(staging.path(name), PICKLED_CLASSES)
             with report.timed("commit"):
                 self._commit(channel, state, plan, values, staging, records, absent, request.latest)
-        except BaseException:
-            if channel.rank == 0:
-                staging.discard()
-            raise
         if channel.rank == 0:
             announce(logger, f"universal checkpoint {report}")
         return report
@@ -238,10 +253,24 @@ class Exporter:
             logger.warning("%s", text)
 
 
-def _stage(channel: Channel, staging: storage.Staging) -> None:
-    """Rank 0 makes the staging directory, then every rank looks for it."""
-    with channel.agreed(f"preparing {staging.target}"):
-        if channel.rank == 0:
-            storage.Staging.create(staging.target, staging.run_id)
-    with channel.agreed(f"preparing {staging.target}"):
-        storage.Staging.join(staging.target, staging.run_id)
+@contextmanager
+def _staged(channel: Channel, request: ExportRequest, plan: Plan, report: ExportReport) -> Iterator[storage.Staging]:
+    """A staging directory that rank 0 makes, once all names are known to do, and that every rank has seen.
+
+    It is gone when the body is left, by the commit or because something failed.
+    """
+    target, run_id = request.directory, channel.broadcast(uuid.uuid4().hex, 0)
+    staging: storage.Staging | None = None
+    try:
+        with report.timed("stage"), channel.agreed(f"preparing {target}"):
+            if channel.rank == 0:
+                names = {subject.name: [state.name for state in subject.states] for subject in plan.subjects}
+                storage.check_names(storage.Staging(target, run_id).directory, names)
+                staging = storage.Staging.create(target, run_id, request.latest)
+        with report.timed("stage"), channel.agreed(f"preparing {target}"):
+            joined = storage.Staging.join(target, run_id)
+        yield staging or joined
+    except BaseException:
+        if staging is not None:
+            staging.discard()
+        raise

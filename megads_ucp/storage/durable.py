@@ -136,19 +136,23 @@ def fsync_tree(root: Path) -> None:
     fsync_directories(directories)
 
 
-def write_latest(path: Path, name: str) -> None:
+def write_latest(path: Path, name: str, run_id: str) -> None:
     """Make the one-line file ``path`` hold ``name``, atomically and durably, as DeepSpeed's loader reads it.
 
-    The old content stays readable until it is replaced. The new content is prepared in one file with a fixed name
-    beside it, so a killed writer leaves at most that one, and the next writer overwrites it.
+    The old content stays readable until it is replaced.
+
+    Args:
+        path: of the file.
+        name: what it is to hold.
+        run_id: of the export: each prepares the new content in a file of its own.
 
     Raises:
         StorageError: it could not be written; ``path`` is as before.
     """
-    prepared = latest_preparation(path)
+    prepared = preparation_of_latest(path, run_id)
     with storage_errors("write", path):
-        write_durably(prepared, name.encode())
         try:
+            write_durably(prepared, os.fsencode(name))
             os.replace(prepared, path)
         except OSError:
             prepared.unlink(missing_ok=True)
@@ -168,6 +172,6 @@ def read_latest(path: Path) -> str | None:
         return path.read_text().strip()
 
 
-def latest_preparation(path: Path) -> Path:
+def preparation_of_latest(path: Path, run_id: str) -> Path:
     """Where :func:`write_latest` prepares the content of ``path``."""
-    return path.with_name(f".{path.name}.new")
+    return path.with_name(f".{path.name}.new-{run_id}")

@@ -17,7 +17,7 @@ ZERO = "zero"
 """Directory of parameters and optimizer states: a directory for each parameter, a file for each of its states."""
 
 PADDING = "padding"
-"""Directory, ours alone, of the rows that pad vocabularies, arranged like ``ZERO``, where the stock loader reads all."""
+"""Directory, ours alone, of the rows that pad vocabularies, arranged like ``ZERO``, which stock reads whole."""
 
 MASTER = "fp32"
 """State name of the master weights, and so of their file (deepspeed.checkpoint.constants.FP32_WEIGHT_KEY)."""

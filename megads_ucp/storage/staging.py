@@ -1,60 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint directory that appears whole or not at all.
 
-An export to ``<parent>/<name>`` is written into ``<parent>/.<name>.staging-<run id>`` and committed in this order:
+An export to ``<parent>/<name>`` claims the target (claims.py), is written into ``<parent>/.<name>.staging-<run id>``
+and is committed in this order:
 
 1. all directories of the tree are made durable (the files already are);
-2. the token that marks the directory as unfinished is removed;
-3. the directory takes its name. If the name is free, by ``rename``. If an older export has it, the two names are
+2. the directory takes its name. If the name is free, by ``rename``. If an older export has it, the two names are
    exchanged atomically (``renameat2`` with RENAME_EXCHANGE; Linux, most local and some network file systems). Where
    that is not available: the older one is renamed to ``.<name>.replaced-<run id>``, then the new one takes the name;
-4. the file that names the latest checkpoint is replaced;
-5. the older export is deleted.
+3. the file that names the latest checkpoint is replaced;
+4. the older export is deleted, then the claim.
 
 A crash between any two steps leaves the older or the new export under the name, complete, with one exception: between
-the two renames of the fallback, the name is missing and the older export is under ``.replaced-``. :func:`repair` puts
-it back, and deletes whatever else a killed export left.
+the two renames of the fallback, the name is missing and the older export is under ``.replaced-``, where readers find
+it (``to_read`` in leftovers.py). The next export of the same target puts it back, and deletes what else was left.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from megads_ucp.errors import StorageError
-from megads_ucp.storage.durable import (
-    fsync_directories,
-    fsync_tree,
-    latest_preparation,
-    storage_errors,
-    write_durably,
-    write_latest,
-)
-
-logger = logging.getLogger(__name__)
-
-
-_TOKEN = ".unfinished"
-
-
-_STAGING, _REPLACED = "staging", "replaced"
-
-
-_RUN_ID = r"[A-Za-z0-9_-]+"  # no dots: leftovers of "x" must not look like those of a target named "x.staging-y"
-
+from megads_ucp.storage.claims import Claim, read_claim
+from megads_ucp.storage.durable import fsync_directories, fsync_tree, storage_errors, write_latest
+from megads_ucp.storage.leftovers import REPLACED, RUN_ID, STAGING, WRITER, beside, clear, delete
+from megads_ucp.storage.names import check_target
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
 
 
 _AT_FDCWD = -100  # linux/fcntl.h
+
+
+_ATTEMPTS = 10
+"""How often a name is tried that another job keeps taking or giving away in between."""
 
 
 @dataclass(frozen=True)
@@ -68,32 +54,44 @@ class Staging:
 
     target: Path
     run_id: str
+    _claim: Claim | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(_RUN_ID, self.run_id):
+        if not re.fullmatch(RUN_ID, self.run_id):
             raise ValueError(f"run id {self.run_id!r} may only hold letters, digits, '-' and '_'")
 
     @property
     def directory(self) -> Path:
         """Where the files are written until the commit."""
-        return _beside(self.target, _STAGING, self.run_id)
+        return beside(self.target, STAGING, self.run_id)
 
     @classmethod
-    def create(cls, target: Path, run_id: str) -> Staging:
+    def create(cls, target: Path, run_id: str, latest: Path | None = None) -> Staging:
         """Make the directory and its parents, after clearing what killed exports of the same target left behind.
 
+        Args:
+            target: directory of the universal checkpoint to be.
+            run_id: of this export.
+            latest: as in :meth:`commit`.
+
         Raises:
-            StorageError: the file system is read-only or full, or a file is in the place of a directory.
+            StorageError: another job is writing the target, something else has its name, or the file system is
+                read-only or full.
         """
-        staging = cls(Path(target), run_id)
-        with storage_errors("create", staging.directory):
-            os.makedirs(staging.target.parent, exist_ok=True)
-        repair(staging.target)
-        if os.path.lexists(staging.target) and not staging.target.is_dir():
-            raise StorageError(f"cannot export to {staging.target}: a file of that name is in the way, move it away")
-        with storage_errors("create", staging.directory):
-            os.mkdir(staging.directory)
-            write_durably(staging.directory / _TOKEN, run_id.encode())
+        target = Path(target)
+        cls(target, run_id)
+        with storage_errors("create", target):
+            check_target(target)
+            os.makedirs(target.parent, exist_ok=True)
+        staging = cls(target, run_id, Claim.take(beside(target, WRITER, run_id)))
+        assert staging._claim is not None
+        try:
+            clear(target, latest, staging._claim)
+            with storage_errors("create", staging.directory):
+                os.mkdir(staging.directory)
+        except BaseException:
+            staging._claim.release()
+            raise
         return staging
 
     @classmethod
@@ -146,7 +144,12 @@ class Staging:
 
     def discard(self) -> None:
         """Delete an export that will not be committed. Never raises: it is called when something else went wrong."""
-        _delete(self.directory)
+        delete(self.directory)
+        self._release()
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
 
     def commit(
         self,
@@ -160,8 +163,8 @@ class Staging:
         Call it on one rank, after the writes of every rank have returned.
 
         Args:
-            latest: file in a parent of the target, to hold the target's path relative to that parent; None: no such
-                file is written.
+            latest: file that is to hold the target's path, relative to the file's directory if the target lies in it;
+                None: no such file is written.
             sizes: of the files that must be there, in bytes by path within the checkpoint: something may have deleted
                 some of them meanwhile.
             exchange: swaps two names, or returns False where it cannot; :func:`rename_exchange` unless given.
@@ -169,19 +172,22 @@ class Staging:
         Raises:
             StorageError: a step failed; the export under the target's name, older or new, is complete all the same.
         """
-        name = None if latest is None else self.target.relative_to(latest.parent).as_posix()
         if not self._visible():
-            raise StorageError(f"{self.directory} vanished while it was written: was it deleted by a rotation policy?")
+            raise StorageError(
+                f"{self.directory} vanished while it was written: was it deleted by a rotation policy, or by hand?"
+            )
         self._check_sizes(sizes or {})
         fsync_tree(self.directory)
-        with storage_errors("complete", self.directory):
-            os.unlink(self.directory / _TOKEN)
-        fsync_directories([self.directory])
         older = self._take_name(exchange or rename_exchange)
-        if latest is not None and name is not None:
-            write_latest(latest, name)
-        if older is not None:
-            _delete(older)
+        try:
+            if latest is not None:
+                inside = self.target.is_relative_to(latest.parent)
+                name = self.target.relative_to(latest.parent) if inside else self.target
+                write_latest(latest, name.as_posix(), self.run_id)
+        finally:
+            if older is not None:
+                delete(older)
+            self._release()
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         for name, nbytes in sizes.items():
@@ -193,63 +199,32 @@ class Staging:
 
     def _take_name(self, exchange: Callable[[Path, Path], bool]) -> Path | None:
         """Give the directory its name, durably; return where an older export of that name is now, if there was one."""
-        older: Path | None = None
+        aside: Path | None = None
         with storage_errors("rename the finished export to", self.target):
-            if not self.target.exists():
-                os.rename(self.directory, self.target)
-            elif exchange(self.directory, self.target):
-                older = self.directory
+            for _ in range(_ATTEMPTS):
+                try:
+                    os.rename(self.directory, self.target)
+                    break
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                try:
+                    if exchange(self.directory, self.target):
+                        aside = self.directory
+                        break
+                    aside = beside(self.target, REPLACED, self.run_id)
+                    delete(aside)  # there if another job has taken the name in between
+                    os.rename(self.target, aside)
+                    fsync_directories([self.target.parent])
+                except FileNotFoundError:
+                    continue  # another job, or a rotation, has given the name away in between
             else:
-                older = _beside(self.target, _REPLACED, self.run_id)
-                os.rename(self.target, older)
-                fsync_directories([self.target.parent])
-                os.rename(self.directory, self.target)
+                raise StorageError(f"{self.target} was taken by another job, {_ATTEMPTS} times")
         fsync_directories([self.target.parent])
-        return older
+        return aside
 
     def _visible(self) -> bool:
-        try:
-            return (self.directory / _TOKEN).read_text() == self.run_id
-        except OSError:
-            return False
-
-
-def leftovers(target: Path) -> tuple[Path, ...]:
-    """Staging and replaced directories beside ``target``, of exports that were killed or are still running."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.({_STAGING}|{_REPLACED})-{_RUN_ID}")
-    with storage_errors("list", target.parent):
-        names = os.listdir(target.parent) if target.parent.is_dir() else []
-    return tuple(target.parent / name for name in sorted(names) if pattern.fullmatch(name))
-
-
-def repair(target: Path, latest: Path | None = None) -> tuple[Path, ...]:
-    """Put back the export that a killed commit had set aside, if ``target`` is missing, and delete other leftovers.
-
-    Not while an export of the same target is running.
-
-    Args:
-        target: directory of a universal checkpoint.
-        latest: the file that names the latest checkpoint; a half-prepared version of it is deleted too.
-
-    Returns:
-        The leftovers found; they are gone.
-
-    Raises:
-        StorageError: the operating system refuses.
-    """
-    found = leftovers(target)
-    replaced = [path for path in found if path.name.startswith(f".{target.name}.{_REPLACED}-")]
-    if replaced and not os.path.lexists(target):
-        with storage_errors("put back", target):
-            os.rename(replaced[-1], target)
-        fsync_directories([target.parent])
-        logger.warning("put %s back, which a killed export had set aside", target)
-    for path in found:
-        _delete(path)
-    if latest is not None and latest_preparation(latest).exists():
-        _delete(latest_preparation(latest))
-        found += (latest_preparation(latest),)
-    return found
+        return read_claim(beside(self.target, WRITER, self.run_id)) is not None and self.directory.is_dir()
 
 
 def rename_exchange(a: Path, b: Path) -> bool:
@@ -267,20 +242,3 @@ def rename_exchange(a: Path, b: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), os.fspath(a), None, os.fspath(b))
-
-
-def _beside(target: Path, role: str, run_id: str) -> Path:
-    return target.with_name(f".{target.name}.{role}-{run_id}")
-
-
-def _delete(path: Path) -> None:
-    """Delete a file or tree as far as possible. What stays does no harm, and the next export tries again."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    elif os.path.lexists(path):
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("cannot delete %s: %s", path, error)
-    if os.path.lexists(path):
-        logger.warning("%s is no longer needed but could not be deleted completely", path)

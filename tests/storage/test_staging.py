@@ -22,14 +22,16 @@ from megads_ucp.storage import (
     frame,
     read_latest,
     read_manifest,
-    repair,
+    to_read,
     verify_file,
     write_file,
     write_manifest,
 )
 from megads_ucp.storage.durable import fsync_tree, write_latest
-from megads_ucp.storage.staging import leftovers, rename_exchange
+from megads_ucp.storage.leftovers import leftovers
+from megads_ucp.storage.staging import rename_exchange
 from tests.support.children import run_child
+from tests.support.exports import cleared, left_by_a_killed_job
 from tests.support.manifests import manifest
 
 NAMES = ("a.weight", "b.bias")
@@ -73,7 +75,7 @@ def test_a_committed_export_has_its_name_and_latest_names_it(tmp_path, tag):
     assert latest.read_text() == f"{tag}_universal"
     assert value_of(tmp_path / latest.read_text()) == 1.0
     assert entries(tmp_path) == sorted([tag.split("/")[0] + ("" if "/" in tag else "_universal"), "latest_universal"])
-    assert leftovers(tmp_path / f"{tag}_universal") == ()
+    assert leftovers(tmp_path / f"{tag}_universal") == {}
 
 
 def test_a_relative_target_works(tmp_path, monkeypatch):
@@ -90,7 +92,7 @@ def test_latest_is_left_alone_if_it_is_not_given(tmp_path):
 def test_latest_is_read_as_it_was_written(tmp_path):
     latest = tmp_path / "latest_universal"
     assert read_latest(latest) is None
-    write_latest(latest, "eval/a b_universal")
+    write_latest(latest, "eval/a b_universal", "r1")
     assert read_latest(latest) == "eval/a b_universal"
     latest.write_text("step1_universal\n")  # as an editor leaves it
     assert read_latest(latest) == "step1_universal"
@@ -148,12 +150,13 @@ def test_discard_leaves_nothing_and_may_be_called_twice(tmp_path):
 
 
 def test_creating_clears_what_killed_exports_of_the_same_target_left_and_nothing_else(tmp_path):
-    killed = Staging.create(tmp_path / "x_universal", "r1")
-    killed.path("zero/w/fp32.pt").touch()
+    left_by_a_killed_job(tmp_path / "x_universal", "r1")
     other = Staging.create(tmp_path / "x_universal.staging-y", "r1")
     another = Staging.create(tmp_path / "xx_universal", "r1")
     fresh = Staging.create(tmp_path / "x_universal", "r2")
-    assert entries(tmp_path) == sorted(staging.directory.name for staging in (other, another, fresh))
+    claims = ".x_universal.staging-y.writer-r1", ".xx_universal.writer-r1", ".x_universal.writer-r2"
+    staged = [staging.directory.name for staging in (other, another, fresh)]
+    assert entries(tmp_path) == sorted([*claims, *staged])
 
 
 @pytest.mark.parametrize("relative", ["../x", "/x", "a/../../x", ""])
@@ -230,11 +233,11 @@ def test_a_latest_file_that_cannot_be_replaced_is_reported(tmp_path):
     assert entries(tmp_path) == ["latest_universal", "x_universal"]
 
 
-def test_repair_without_anything_to_repair_does_nothing(tmp_path):
-    assert repair(tmp_path / "missing" / "x_universal") == ()
+def test_an_export_that_is_given_up_leaves_the_older_one_as_it_was(tmp_path):
     export(tmp_path / "x_universal", "r1", 1.0, tmp_path / "latest_universal")
-    assert repair(tmp_path / "x_universal", tmp_path / "latest_universal") == ()
+    Staging.create(tmp_path / "x_universal", "r2", tmp_path / "latest_universal").discard()
     assert value_of(tmp_path / "x_universal") == 1.0
+    assert entries(tmp_path) == ["latest_universal", "x_universal"]
 
 
 FILE_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
@@ -279,9 +282,8 @@ def test_kill_9_at_any_moment_of_an_export_leaves_a_complete_checkpoint(tmp_path
         latest, target = save / "latest_universal", save / f"{tag}_universal"
         killed = killed_at_event(number, partial(export, target, "new", 2.0, latest, exchange))
 
-        if exchange is None or target.exists():  # all but the one moment that needs the repair
-            value_of(save / latest.read_text())
-        repair(target, latest)
+        value_of(to_read(save / latest.read_text(), patience_s=0.0))  # at any moment a reader finds one
+        cleared(target, latest)
         outcomes.append((latest.read_text(), value_of(save / latest.read_text())))
         assert set(entries(save)) <= {"latest_universal", "step1_universal", target.name}
         assert all(value_of(directory) in (1.0, 2.0) for directory in save.glob("step*"))
@@ -297,9 +299,9 @@ def test_kill_9_at_any_moment_of_an_export_leaves_a_complete_checkpoint(tmp_path
 
 def test_a_killed_writer_of_latest_leaves_the_old_content(tmp_path):
     latest = tmp_path / "latest_universal"
-    write_latest(latest, "old")
+    write_latest(latest, "old", "r0")
     for number in range(100):
-        killed = killed_at_event(number, partial(write_latest, latest, "new"))
+        killed = killed_at_event(number, partial(write_latest, latest, "new", "r1"))
         assert latest.read_text() in ("old", "new")
         if not killed:
             break
