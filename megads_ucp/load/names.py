@@ -13,6 +13,7 @@ from math import prod
 
 from megads_ucp.comm.channel import Channel
 from megads_ucp.errors import StorageError
+from megads_ucp.integrations.megatron_names import bridge, scheme
 from megads_ucp.load.checkpoint import Checkpoint
 from megads_ucp.survey import Survey
 
@@ -68,7 +69,7 @@ def saved_names(names: Collection[str], saved: Collection[str]) -> dict[str, str
     """
     known = set(saved)
     strange = [name for name in names if name not in known]
-    return _compiled(strange, saved) if strange else {}
+    return {**bridge(names, saved), **_compiled(strange, saved)} if strange else {}
 
 
 def _compiled(names: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
@@ -95,20 +96,23 @@ def _check(
     """
     lacking = [name for name in trained if not checkpoint.has(name)]
     strange = [name for name in sizes if not checkpoint.has(name)]
-    if lacking and strict:
+    if not lacking:
+        return
+    explained = _of_other_scheme(lacking, sizes, saved) or _explained(lacking, strange, saved)
+    if strict:
         which = f"has no parameter {lacking[0]}"
         if len(lacking) > 1:
             which = f"lacks {len(lacking)} of the {len(trained)} parameters that this run trains"
         raise StorageError(
-            f"{checkpoint.directory} {which}. {_explained(lacking, strange, saved)} With load_module_strict=False, "
-            "what it lacks keeps the value it has."
+            f"{checkpoint.directory} {which}. {explained} With load_module_strict=False, what it lacks keeps the value "
+            "it has."
         )
     parts = [_part(checkpoint, sizes, names) for names in (trained, list(sizes))]
-    if lacking and max(parts) < _ENOUGH:
+    if max(parts) < _ENOUGH:
         raise StorageError(
             f"{checkpoint.directory} is of another model: it has {len(trained) - len(lacking)} of the {len(trained)} "
             f"parameters that this run trains, {parts[0]:.0%} of their elements. load_module_strict=False is for less "
-            f"than half. {_explained(lacking, strange, saved)}"
+            f"than half. {explained}"
         )
 
 
@@ -140,6 +144,25 @@ def _explained(lacking: Collection[str], strange: Collection[str], saved: Collec
         lines.append(f"{name} (it has {', '.join(near) if near else 'nothing of a similar name'})")
     more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
     return f"Missing: {', '.join(lines)}{more}."
+
+
+def _of_other_scheme(lacking: Collection[str], names: Collection[str], saved: Collection[str]) -> str:
+    """Which of Megatron-DeepSpeed's two schemes of names a checkpoint has, if this run has the other; else empty.
+
+    Args:
+        lacking: names of trained parameters that the checkpoint does not have.
+        names: of everything in this run.
+        saved: names in the checkpoint, as saved.
+    """
+    here, there = scheme(names), scheme(saved)
+    if {here, there} != {"with", "without"}:
+        return ""
+    return (
+        f"It was saved {there} Megatron-DeepSpeed's pipeline module, and this run is {here} it "
+        "(--no-pipeline-parallel). Names are translated, but nothing there corresponds to "
+        f"{', '.join(list(lacking)[:_SHOWN])}. Give both runs the same number of layers, "
+        "--untie-embeddings-and-output-weights and kind of positions."
+    )
 
 
 def _prefix(names: Collection[str], others: Collection[str]) -> str | None:

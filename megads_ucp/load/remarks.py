@@ -89,7 +89,7 @@ def order_taken_for_granted(checkpoint: Checkpoint, layouts: Iterable[Layout]) -
     """A remark if the order of queries, keys and values in fused projections is unknown (stock converter)."""
     for layout in layouts:
         order = layout.rule.attention
-        if order is not None and not checkpoint.tells_order(layout.name):
+        if order is not None and checkpoint.has(layout.name) and not checkpoint.tells_order(layout.name):
             harm = " The stock converter scrambles it if it was saved at TP > 1." if order.order == "blocks" else ""
             return (
                 f"does not say in which order {layout.name} and similar parameters keep queries, keys and values; this "

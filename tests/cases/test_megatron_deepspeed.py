@@ -12,10 +12,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megads_ucp.integrations.megatron_names import bridge
 from tests.support.mds import (
     ARGONNE,
     CHECKOUT,
@@ -32,7 +34,9 @@ from tests.support.mds import (
     Trace,
     losses,
 )
-from tests.support.runs import same_bits
+from tests.support.ranks import RankError
+from tests.support.runs import same_bits, states
+from tests.support.stock import differences
 
 pytestmark = pytest.mark.slow
 
@@ -159,6 +163,72 @@ def test_kinds_of_runs(
     first = host.run(Job(source, model, kind, zero=zero, save=tmp_path / "save"))
 
     assert_resumes(host, Job(target, model, kind, zero=zero, load=tmp_path / "save"), losses(first), tmp_path)
+
+
+def under_names_of(universal: Path, other: Path) -> dict[str, Any]:
+    """Content of every parameter's files by the names that another directory has."""
+    content = states(universal)
+    saved_as = bridge({name.split("/")[0] for name in states(other)}, {name.split("/")[0] for name in content})
+    here = {saved: name for name, saved in saved_as.items()}
+    return {f"{here[name.split('/')[0]]}/{name.split('/')[1]}": value for name, value in content.items()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "source", "target"),
+    [
+        ((), Topology(pp=2), Topology(tp=2)),
+        ((), Topology(tp=2), Topology(pp=2)),
+        ((*SWIGLU, *UNTIED), Topology(dp=2), Topology(pp=1, tp=2)),
+        ((*SWIGLU, *UNTIED), Topology(tp=2), Topology(pp=2, dp=2)),
+    ],
+    ids=["from-pipe", "to-pipe", "from-pipe-untied", "to-pipe-untied"],
+)
+def test_a_run_goes_on_with_the_pipeline_module_or_without(
+    host: Host, flags: tuple[str, ...], source: Topology, target: Topology, tmp_path: Path, request: Any
+) -> None:
+    from_pipe = "from-pipe" in request.node.callspec.id
+    first = host.run(Job(source, Model(flags, pipe=from_pipe, layers=4), save=tmp_path / "save"))
+
+    resumed = host.run(
+        Job(target, Model(flags, pipe=not from_pipe, layers=4), load=tmp_path / "save", again=tmp_path / "again")
+    )
+
+    assert losses(resumed) == pytest.approx(losses(first)[SAVED:], rel=TOLERANCE["fp32"])
+    saved, again = tmp_path / "save" / UNIVERSAL, tmp_path / "again" / UNIVERSAL
+    content = states(again)
+    assert content and list(differences(under_names_of(saved, again), content, "state")) == []
+    assert {(trace.iteration, trace.consumed, trace.tokens) for trace in resumed} == {ITERATION}
+    assert not [text for trace in resumed for text in trace.warnings if "queries, keys and values" in text]
+
+
+def test_what_the_other_scheme_does_not_have_is_an_error_that_says_which_the_checkpoint_has(
+    host: Host, tmp_path: Path
+) -> None:
+    host.run(Job(Topology(), Model(pipe=True, layers=4), save=tmp_path))
+
+    with pytest.raises(RankError, match="It was saved with Megatron-DeepSpeed's pipeline module") as error:
+        host.run(Job(Topology(), Model(UNTIED, layers=4), load=tmp_path))
+
+    assert "language_model.output_layer.weight" in str(error.value)
+    assert "--no-pipeline-parallel" in str(error.value)
+
+
+def test_a_model_with_experts_saves_its_regular_checkpoint_and_is_not_exported(host: Host, tmp_path: Path) -> None:
+    model = Model(("--num-experts", "2", "--create-moe-param-group"))
+    lenient = {"universal_checkpoint_export": {"strict": False}}
+
+    traces = host.run(Job(Topology(dp=2), model, save=tmp_path, zero=2, config=lenient, steps=SAVED))
+
+    assert [text for text in traces[0].warnings if "expert-parallel groups are not supported yet" in text]
+    assert not (tmp_path / UNIVERSAL).exists()
+    (state,) = (tmp_path / f"global_step{SAVED}").glob("mp_rank_*_model_states.pt")
+    assert b"vocabulary_parameter_patterns" in state.read_bytes()
+
+
+def test_a_save_says_one_line_in_megatrons_log(host: Host, tmp_path: Path) -> None:
+    host.run(Job(Topology(dp=2), PLAIN, save=tmp_path, steps=SAVED + 1))
+
+    assert host.log().count(f"universal checkpoint {tmp_path / UNIVERSAL}: ") == 1
 
 
 def test_grouped_queries_of_the_fork(fork: Host, tmp_path: Path) -> None:

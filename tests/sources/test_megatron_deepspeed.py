@@ -294,5 +294,7 @@ def test_an_order_that_a_directory_does_not_tell_is_taken_for_granted_aloud(tmp_
     told = build_layout("qkv", Rule("split", "test", dim=0, attention=attention), [(rows, HIDDEN)])
     plain = build_layout("other", Rule("replicated", "test"), [(rows, HIDDEN)])
     assert order_taken_for_granted(Checkpoint(tmp_path), [plain]) is None
+    assert order_taken_for_granted(Checkpoint(tmp_path), [plain, told]) is None  # it has no such parameter at all
+    (tmp_path / "zero" / "qkv").mkdir()
     remark = order_taken_for_granted(Checkpoint(tmp_path), [plain, told])
     assert remark is not None and "qkv" in remark and order in remark and ("scrambles" in remark) == scrambled

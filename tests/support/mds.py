@@ -236,6 +236,10 @@ class Host:
         """
         self._ask(Conversion(regular, universal))
 
+    def log(self) -> str:
+        """All that its ranks have printed so far."""
+        return (self._folder / "host.log").read_text(errors="replace")
+
     def _ask(self, request: Job | Conversion) -> Any:
         if isinstance(request, Job):
             config = json.dumps(request.deepspeed_config())
@@ -257,7 +261,7 @@ class Host:
         try:
             answer = pickle.load(cast(IO[bytes], pipes.stdout))
         except EOFError:
-            raise RankError((self._folder / "host.log").read_text()[-6000:]) from None
+            raise RankError(self.log()[-6000:]) from None
         if isinstance(answer, str):
             raise RankError(answer)
         return answer
