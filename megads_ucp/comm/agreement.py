@@ -30,6 +30,7 @@ class Announcement:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        assert dist.group.WORLD is not None, "DeepSpeed has built an engine, so there is a world"
         self._store = dist.group.WORLD.get_group_store()
         # Ranks build their engines in the same order, so the number says which one this is.
         number = self._store.add(f"megads_ucp/engines/{self._rank}", 1)

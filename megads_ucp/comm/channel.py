@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megads_ucp import errors
-from megads_ucp.errors import ChannelError, UniversalCheckpointError
+from megads_ucp.errors import ChannelError, Disagreement, UniversalCheckpointError
 
 HOST = torch.device("cpu")
 """To be entered around everything that uses a channel: a tensor made without a device must be in host memory, even if
@@ -33,6 +32,10 @@ _ABORTED, _FIRST = "megads_ucp/aborted", "megads_ucp/aborted_first"
 
 _ROLL_CALL_SECONDS = 5.0
 """How long ranks that have aborted may take to say so; they notice each other's abort within milliseconds."""
+
+
+_KINDS = {cls.__name__: cls for cls in (UniversalCheckpointError, *UniversalCheckpointError.__subclasses__())}
+"""The documented errors, by the name that travels."""
 
 
 class Pending:
@@ -159,7 +162,7 @@ class Channel:
                 ranks_by_reason[reason].append(rank)
         causes = "; ".join(f"{ranks_in_words(ranks)}: {reason}" for reason, ranks in ranks_by_reason.items())
         kinds = {kind for reason, kind in found if reason}
-        error = getattr(errors, kinds.pop() if len(kinds) == 1 else "Disagreement")(f"{doing} failed. {causes}")
+        error = _KINDS.get(kinds.pop() if len(kinds) == 1 else "", Disagreement)(f"{doing} failed. {causes}")
         error.spokesmen = {0, *(ranks[0] for ranks in ranks_by_reason.values())}
         raise error from failure
 
@@ -236,9 +239,8 @@ def reason_of(failure: BaseException | None) -> str | None:
 
 
 def _kind(failure: BaseException | None) -> str:
-    """Name of the class that all ranks raise for this failure, if none fails otherwise."""
-    documented = (cls for cls in type(failure).__mro__ if cls.__module__ == errors.__name__)
-    return next((cls.__name__ for cls in documented), "Disagreement")
+    """Name of the class that all ranks raise if all of them fail in this way; "" for a foreign error."""
+    return next((cls.__name__ for cls in type(failure).__mro__ if cls in _KINDS.values()), "")
 
 
 def ranks_in_words(ranks: list[int]) -> str:

@@ -39,6 +39,7 @@ ATTRIBUTES_USED: dict[type | ModuleType, tuple[str, ...]] = {
         *("zero_optimization", "zero_optimization_stage", "zero_optimization_partition_gradients"),
         *("zero_nvme_offload_optimizer", "_common_checkpoint_state"),
         *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "data_parallel_group"),
+        *("seq_data_parallel_group", "seq_dp_world_size", "sequence_parallel_size"),
         *("mp_world_size", "autotp_size", "destroy", "_save_moe_checkpoint"),
     ),
     BF16_Optimizer: (

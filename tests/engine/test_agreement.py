@@ -193,7 +193,7 @@ def test_an_export_that_only_some_ranks_want_ends_at_once(tmp_path):
 
 
 def differing(tmp_path: Path, **different: Any) -> list[Any]:
-    def body() -> tuple[str, list[str]]:
+    def body() -> str:
         install(strict=True)
         engine = trained()
         given = {"save_dir": str(tmp_path / "a"), "tag": "x"}
