@@ -34,7 +34,9 @@ _ROLL_CALL_SECONDS = 5.0
 """How long ranks that have aborted may take to say so; they notice each other's abort within milliseconds."""
 
 
-_KINDS = {cls.__name__: cls for cls in (UniversalCheckpointError, *UniversalCheckpointError.__subclasses__())}
+_KINDS: dict[str, type[UniversalCheckpointError]] = {
+    cls.__name__: cls for cls in (UniversalCheckpointError, *UniversalCheckpointError.__subclasses__())
+}
 """The documented errors, by the name that travels."""
 
 
