@@ -34,17 +34,17 @@ def _save_moe_checkpoint(
     """``DeepSpeedEngine._save_moe_checkpoint`` of a model that has its info as a dict, if anybody gives one."""
     engine = engine_ref()
     assert engine is not None
-    save = functools.partial(type(engine)._save_moe_checkpoint, engine, save_dir, tag)
+    stock = functools.partial(type(engine)._save_moe_checkpoint, engine, save_dir, tag)
     rest = dict(client_state or {})
     info: Any = rest.pop(UNIVERSAL_CHECKPOINT_INFO, None) or getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None)
     if info is None:
-        save(rest, exclude_frozen_parameters=exclude_frozen_parameters)
+        stock(rest, exclude_frozen_parameters=exclude_frozen_parameters)
         return
     own = vars(engine.module)
     before = {key: own[key] for key in (UNIVERSAL_CHECKPOINT_INFO,) if key in own}
     own[UNIVERSAL_CHECKPOINT_INFO] = dict(info() if callable(info) else info)
     try:
-        save(rest, exclude_frozen_parameters=exclude_frozen_parameters)
+        stock(rest, exclude_frozen_parameters=exclude_frozen_parameters)
     finally:
         del own[UNIVERSAL_CHECKPOINT_INFO]
         own.update(before)
