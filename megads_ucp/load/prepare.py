@@ -26,9 +26,10 @@ from megads_ucp.layout.layout import Layout
 from megads_ucp.layout.padding import padding_boxes, with_padding
 from megads_ucp.load.checkpoint import Checkpoint
 from megads_ucp.load.cooperative import on_several_hosts, plan_together
+from megads_ucp.load.fitting import fitting_layout, may_be_shard
 from megads_ucp.load.groups import saved_groups_of
 from megads_ucp.load.names import under_own_names
-from megads_ucp.load.reads import Read, fitting_layout, may_be_shard
+from megads_ucp.load.reads import Read
 from megads_ucp.load.remarks import (
     Unpadded,
     order_taken_for_granted,

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from megads_ucp import storage
-from megads_ucp.errors import LayoutError
-from megads_ucp.layout.attention import AttentionOrder, reordering_map
+from megads_ucp.layout.attention import AttentionOrder
 from megads_ucp.layout.boxes import Box
-from megads_ucp.layout.layout import Layout, build_layout
-from megads_ucp.layout.padding import with_padding
-from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.traffic import cut_box
+from megads_ucp.storage.read import TensorFile
+from megads_ucp.storage.records import FileRecord
+from megads_ucp.storage.verify import verify_range
 
 SPAN_BYTES = 4 << 20
 """Bytes read at a time: enough to keep a disk busy, few enough to be still in the cache when columns are picked."""
@@ -32,8 +30,8 @@ class File:
         attention: the order of queries, keys and values in it, where that was recorded.
     """
 
-    tensor: storage.TensorFile
-    record: storage.FileRecord | None
+    tensor: TensorFile
+    record: FileRecord | None
     vocabulary: bool
     attention: AttentionOrder | None = None
 
@@ -45,7 +43,7 @@ class File:
         """
         if verify and self.record is not None:
             itemsize = out.itemsize
-            storage.verify_range(self.tensor.path, self.record, start * itemsize, (start + out.numel()) * itemsize)
+            verify_range(self.tensor.path, self.record, start * itemsize, (start + out.numel()) * itemsize)
         return self.tensor.read(start, out.numel(), out)
 
 
@@ -108,44 +106,3 @@ def _lay(view: torch.Tensor, box: Box, values: torch.Tensor) -> None:
     view.copy_(values)
     if box.scale != 1.0:
         view.mul_(box.scale)
-
-
-def fitting_layout(layout: Layout, file: File) -> Layout:
-    """The layout, with the vocabulary cut where the file has it; padding is another file, see :meth:`Read.padding`.
-
-    Queries, keys and values are taken from where the code that saved them had them.
-    Of a vocabulary that is frozen the stock converter keeps the padding, which fits a target that is padded alike.
-
-    Raises:
-        LayoutError: the file's shape is not what the target model's shards make.
-    """
-    shape, whole = file.tensor.shape, with_padding(layout)
-    if file.vocabulary and whole.shape[1:] == shape[1:] and whole.shape[:1] >= shape[:1]:
-        layout = build_layout(layout.name, replace(layout.rule, vocabulary_size=shape[0]), layout.shard_shapes)
-    elif whole.shape == shape:
-        layout = whole
-    layout = _in_order_of(layout, file)
-    if layout.shape != shape:
-        raise LayoutError(
-            f"{file.tensor.path} has shape {shape}, but in this model the shards {list(layout.shard_shapes)} of "
-            f"{layout.name} make shape {layout.shape} (source: {layout.rule.source}). Load it into the same model."
-        )
-    return layout
-
-
-def _in_order_of(layout: Layout, file: File) -> Layout:
-    """The layout of a query-key-value projection with its rows as the file orders them."""
-    target, saved = layout.rule.attention, file.attention
-    if target is None or saved is None or saved == target:
-        return layout
-    try:
-        affine = reordering_map(target, saved, file.tensor.shape, layout.tp_degree)
-    except LayoutError as error:
-        raise LayoutError(f"{file.tensor.path}: {error} Load it into the same model.") from error
-    rule = Rule("affine", f"{layout.rule.source}, from the order of {file.tensor.path}", affine=affine.to_dict())
-    return build_layout(layout.name, rule, layout.shard_shapes)
-
-
-def may_be_shard(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    """Whether a tensor of ``shape`` can be a part, and no more than a part, of one of shape ``full``."""
-    return len(shape) == len(full) and shape != full and all(map(int.__le__, shape, full))
