@@ -28,8 +28,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from megads_ucp.storage.durable import storage_errors
-
 SILENT_SECONDS = 3600.0
 """After how long without a change the writer on another machine counts as gone."""
 
@@ -102,18 +100,17 @@ class Claim:
     def take(cls, path: Path) -> Claim:
         """
         Raises:
-            StorageError: the operating system refuses.
+            OSError: the operating system refuses.
         """
         writer = Writer.this_process()
-        with storage_errors("create", path):
-            file = open(path, "x+b", buffering=0)  # noqa: SIM115  # it stays open: closing it unlocks it
-            try:
-                writer = replace(writer, locked=_lock(file.fileno(), fcntl.LOCK_EX) is not None)
-                file.write(json.dumps(asdict(writer)).encode())
-            except OSError:
-                path.unlink(missing_ok=True)
-                file.close()
-                raise
+        file = open(path, "x+b", buffering=0)  # noqa: SIM115  # it stays open: closing it unlocks it
+        try:
+            writer = replace(writer, locked=_lock(file.fileno(), fcntl.LOCK_EX) is not None)
+            file.write(json.dumps(asdict(writer)).encode())
+        except OSError:
+            path.unlink(missing_ok=True)
+            file.close()
+            raise
         return cls(path, writer, file)
 
     @property

@@ -83,14 +83,14 @@ class Staging:
         with storage_errors("create", target):
             check_target(target)
             os.makedirs(target.parent, exist_ok=True)
-        staging = cls(target, run_id, Claim.take(beside(target, WRITER, run_id)))
-        assert staging._claim is not None
+            claim = Claim.take(beside(target, WRITER, run_id))
+        staging = cls(target, run_id, claim)
         try:
-            clear(target, latest, staging._claim)
+            clear(target, latest, claim)
             with storage_errors("create", staging.directory):
                 os.mkdir(staging.directory)
         except BaseException:
-            staging._claim.release()
+            claim.release()
             raise
         return staging
 
