@@ -35,7 +35,8 @@ _ROLL_CALL_SECONDS = 5.0
 
 
 _KINDS: dict[str, type[UniversalCheckpointError]] = {
-    cls.__name__: cls for cls in (UniversalCheckpointError, *UniversalCheckpointError.__subclasses__())
+    cls.__name__: cls
+    for cls in [UniversalCheckpointError] + UniversalCheckpointError.__subclasses__()  # noqa: RUF005
 }
 """The documented errors, by the name that travels."""
 

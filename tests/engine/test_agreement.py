@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch.distributed as dist
 
@@ -132,6 +133,8 @@ def test_what_cannot_be_exported_is_refused_where_it_is_built_if_the_user_is_str
             trained(zero_optimization={"stage": 0})
         unexported = {"zero_optimization": {"stage": 0}, "universal_checkpoint_export": False}
         trained(**unexported).save_checkpoint(str(tmp_path), tag="x")
+        evaluated = {"train_micro_batch_size_per_gpu": 1}  # a reference model, under the flags of the trained one
+        assert deepspeed.initialize(model=MLP(), config=evaluated, dist_init_required=False)[0].optimizer is None
 
     run_ranks(body, 2)
     assert entries(tmp_path) == ["latest", "x"]

@@ -398,18 +398,19 @@ REFUSALS = {
 
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_what_is_not_supported_is_refused_in_a_sentence_and_the_regular_checkpoint_is_written(tmp_path, kind):
-    def body() -> list[str]:
+    def body() -> tuple[list[str], list[str]]:
         install()
-        engine = refused_engine(kind)
+        with reports() as early:
+            engine = refused_engine(kind)
         train(engine, mlp_batches(0, 1))
         with reports() as messages:
             engine.save_checkpoint(str(tmp_path), tag="x")
         train(engine, mlp_batches(1, 2))
-        return messages
+        return early, messages
 
-    (message,), silent = run_ranks(body, 2)
-    assert silent == []
-    assert message.count(REFUSALS[kind]) == 1
+    ((early,), (message,)), silent = run_ranks(body, 2)
+    assert silent == ([], [])
+    assert early.count(REFUSALS[kind]) == message.count(REFUSALS[kind]) == 1
     assert entries(tmp_path) == ["latest", "x"]
     for file in (tmp_path / "x").glob("*.pt"):
         torch.load(file, weights_only=False)
