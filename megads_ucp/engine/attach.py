@@ -152,8 +152,8 @@ class Attachment:
         mend_save_of_experts(engine, self._patches)
         if not unsupported:
             mend(engine.optimizer, self.context.state.groups, self._patches)
-            loading = functools.partial(load_checkpoint, engine_ref, self.context)
-            self._patches.bind(engine, "load_checkpoint", loading)
+        loading = functools.partial(load_checkpoint, engine_ref, self.context)
+        self._patches.bind(engine, "load_checkpoint", loading)
         if self.exporter is not None:
             saving = functools.partial(save_checkpoint, engine_ref, self.exporter)
             self._patches.bind(engine, "save_checkpoint", saving)

@@ -163,7 +163,11 @@ def with_others(context: EngineContext, directory: Path, error: UniversalCheckpo
             if channel.rank == 0:
                 advice = _advice_beside(directory)
         advice = channel.broadcast(advice, 0)
-    return type(error)(f"{error} {advice}") if advice else error
+    if not advice:
+        return error
+    advised = type(error)(f"{error} {advice}")
+    advised.__dict__.update(error.__dict__)
+    return advised
 
 
 def _advice_beside(directory: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megads_ucp.engine.state import EngineState, StateGroup
+from megads_ucp.integrations.wording import megatron_arguments
 from megads_ucp.layout.layout import Layout
 from megads_ucp.load.checkpoint import Checkpoint
 from megads_ucp.load.states import GroupState
@@ -46,8 +47,9 @@ def remarks(checkpoint: Checkpoint, state: EngineState) -> Iterator[str]:
             )
     saved = run.get("train_batch_size")
     # Where a client ramps the batch up, it differs from step to step, and is set again after the load.
-    constant = {saved, run.get("configured_batch_size")}
-    if saved is not None and constant.isdisjoint({facts["train_batch_size"], facts["configured_batch_size"]}):
+    ramped = getattr(megatron_arguments(), "rampup_batch_size", None) is not None
+    own = {facts["train_batch_size"], facts["configured_batch_size"]}
+    if saved is not None and not ramped and own.isdisjoint({saved, run.get("configured_batch_size")}):
         yield (
             f"was trained with a global batch of {saved}, this run has one of {facts['train_batch_size']}. "
             + batch_advice(saved, facts["data_parallel"], facts["micro_batch_size"])

@@ -59,6 +59,7 @@ def test_a_chain_of_jobs_with_one_command_line(host: Host, tmp_path: Path) -> No
     (tmp_path / "latest_universal").write_text(UNIVERSAL)  # as if it had died after its first save
     second = host.run(Job(Topology(tp=2), more=flags))
     assert {trace.iteration for trace in second} == {SAVED}
+    assert [trace.warnings for trace in second] == [[], []]
     assert losses(second) == pytest.approx(losses(first)[SAVED:], rel=1e-5)
 
 

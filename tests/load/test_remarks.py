@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,3 +186,11 @@ def test_a_global_batch_that_is_ramped_up_is_none_to_keep(tmp_path: Path) -> Non
     assert run_ranks(body, 4, 12) == [[]] * 4  # its end, constant from now on
     (message,), *_ = run_ranks(body, 1, 6)
     assert "global batch of 12, this run has one of 6" in message
+
+    def of_megatron() -> list[str]:
+        """With a ramp that starts elsewhere at this DP: its arguments are where Megatron-DeepSpeed keeps them."""
+        arguments = argparse.Namespace(universal_checkpoint=True, rampup_batch_size=["6", "6", "24"])
+        sys.modules["megatron.global_vars"] = SimpleNamespace(_GLOBAL_ARGS=arguments)  # type: ignore[assignment]
+        return body(6)
+
+    assert run_ranks(of_megatron, 1) == [[]]

@@ -19,7 +19,8 @@ import megads_ucp
 from megads_ucp import storage
 from megads_ucp.errors import UniversalCheckpointError, UnsupportedError
 from tests.support import stock
-from tests.support.models import MLP, train
+from tests.support.experts import Experts
+from tests.support.models import MLP, initialize, train
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     EXPORTING,
@@ -222,6 +223,19 @@ def test_an_engine_of_another_stage_says_so_in_one_sentence(stage: int, there: b
 
     for message in run_ranks(body, 2):
         assert "cannot be loaded into this engine" in message and f"ZeRO stage {stage}" in message
+
+
+def test_a_model_with_experts_says_so_in_one_sentence(exports: Path) -> None:
+    def body() -> str:
+        megads_ucp.install()
+        model = Experts()
+        engine = initialize(model, "zero2", groups=model.groups(), config=LOADING)
+        with pytest.raises(UnsupportedError) as caught:
+            engine.load_checkpoint(str(exports))
+        return str(caught.value)
+
+    for message in run_ranks(body, 2):
+        assert "cannot be loaded into this engine: expert-parallel groups are not supported" in message
 
 
 # --------------------------------------------------------------------------------------------- in inference mode
