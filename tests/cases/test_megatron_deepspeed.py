@@ -42,6 +42,7 @@ pytestmark = pytest.mark.slow
 
 PLAIN, LLAMAS = Model(), Model((*SWIGLU, *UNTIED, *LLAMA))
 UNIVERSAL = f"global_step{SAVED}_universal"
+PADDED = ("--make-vocab-size-divisible-by", "96")  # the 128 rows are padded to 192, at TP 1 and at TP 2
 ITERATION = (SAVED, SAVED * 8, SAVED * 8 * 16)  # iteration, consumed samples, tokens
 
 
@@ -180,8 +181,9 @@ def under_names_of(universal: Path, other: Path) -> dict[str, Any]:
         ((), Topology(tp=2), Topology(pp=2)),
         ((*SWIGLU, *UNTIED), Topology(dp=2), Topology(pp=1, tp=2)),
         ((*SWIGLU, *UNTIED), Topology(tp=2), Topology(pp=2, dp=2)),
+        (PADDED, Topology(pp=2), Topology(tp=2)),
     ],
-    ids=["from-pipe", "to-pipe", "from-pipe-untied", "to-pipe-untied"],
+    ids=["from-pipe", "to-pipe", "from-pipe-untied", "to-pipe-untied", "from-pipe-padded"],
 )
 def test_a_run_goes_on_with_the_pipeline_module_or_without(
     host: Host, flags: tuple[str, ...], source: Topology, target: Topology, tmp_path: Path, request: Any
