@@ -256,7 +256,7 @@ def test_whatever_a_plan_depends_on_changes_the_digest():
 
 
 def a_context() -> EngineContext:
-    return EngineContext("these ranks describe themselves without an engine", ExportConfig(timeout_minutes=1.0))
+    return EngineContext("these ranks describe themselves without an engine", ExportConfig())
 
 
 def test_ranks_share_one_survey_and_renew_it_when_one_of_them_has_changed():

@@ -197,7 +197,7 @@ def elsewhere() -> Iterator[Callable[..., list[Held]]]:
 
     def call(function: Callable[..., list[Held]], *args: object) -> list[Held]:
         here.send((function, args))
-        if not here.poll(timeout=300):
+        if not here.poll(timeout=600):
             pytest.fail(f"{function.__name__} takes too long")
         held, failure = here.recv()
         if failure is not None:

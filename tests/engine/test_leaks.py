@@ -69,7 +69,7 @@ def test_engines_leave_nothing_behind(tmp_path, end: Callable[[Any], None], kind
             found.append(held())
         return found
 
-    for rank in run_ranks(body, 2, timeout=300):
+    for rank in run_ranks(body, 2):
         assert rank[1:] == [rank[1]] * (ENGINES - 1)
 
 

@@ -82,7 +82,7 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Pat
             recipe.resumed(tmp_path if dist.get_rank() == 0 else tmp_path / "elsewhere")
         return str(caught.value)
 
-    for message in run_ranks(body, 2, timeout=30):
+    for message in run_ranks(body, 2):
         assert "rank 1: " in message and str(tmp_path / "elsewhere" / UNIVERSAL) in message
 
 

@@ -254,7 +254,7 @@ def test_nobody_waits_for_a_rank_whose_own_part_of_a_load_fails(tmp_path: Path) 
             recipe.resumed(tmp_path)
         return str(caught.value)
 
-    other, failed = run_ranks(body, 2, timeout=30)
+    other, failed = run_ranks(body, 2)
     assert failed == "no such schedule"
     assert "rank 1: ValueError: no such schedule" in other and "must not be used" in other
 

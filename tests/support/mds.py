@@ -218,7 +218,7 @@ class Host:
     def close(self) -> None:
         if self._process is not None:
             cast(IO[bytes], self._process.stdin).close()
-            self._process.wait(30)
+            self._process.wait(300)
 
     def run(self, job: Job) -> list[Trace]:
         """The traces of all ranks.

@@ -48,7 +48,7 @@ def main(checkout: Path, folder: Path) -> None:
                 convert(request.regular, request.universal)
             else:
                 train = functools.partial(_train, checkout, folder, request)
-                answer = run_ranks(train, request.world, timeout=240)
+                answer = run_ranks(train, request.world)
         except RankError as error:
             answer = str(error)
         pickle.dump(answer, answers)
