@@ -222,7 +222,7 @@ def test_two_writers_that_commit_at_once_without_an_exchange_are_both_whole(tmp_
         os.rename(away, path)
     for staging in (slow, fast):
         staging.path(f"zero/{staging.run_id}").touch()
-    committed = []
+    committed: list[bool] = []
 
     def never(a: Path, b: Path) -> bool:
         if not committed:  # the other one commits between the first one's look and its renames
