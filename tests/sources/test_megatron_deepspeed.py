@@ -21,7 +21,7 @@ from megads_ucp.layout.rule import Rule
 from megads_ucp.load.checkpoint import Checkpoint
 from megads_ucp.load.remarks import order_taken_for_granted
 from megads_ucp.sources.attributes import rules_from_attributes
-from megads_ucp.sources.megatron_deepspeed import rules_from_megatron_deepspeed
+from megads_ucp.sources.megatron_deepspeed import rules_from_megatron_deepspeed, vocabulary_names
 from megads_ucp.sources.resolve import Claim, Trust, resolve
 from tests.support.layouts import rebuild
 from tests.support.models import draw_weights
@@ -152,6 +152,23 @@ def test_layers_tell_how_every_parameter_is_cut_at_tp_1_too(tp: int) -> None:
     assert cut["attention.query_key_value.bias"] == cut["attention.query_key_value.weight"] == ("split", 0, (12,) * 3)
     assert cut["mlp.dense_h_to_4h.weight"] == cut["mlp.dense_h_to_4h.bias"] == ("split", 0, (24, 24))
     assert rules(Model(tp, gated=False), tp)["mlp.dense_h_to_4h.weight"].sub_sizes is None
+
+
+class BertLMHead(nn.Module):
+    def __init__(self, tp: int) -> None:
+        super().__init__()
+        self.bias, self.scale = nn.Parameter(torch.zeros(16 // tp)), nn.Parameter(torch.zeros(16 // tp))
+        self.bias.tensor_model_parallel, self.bias.partition_dim = True, 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_tell_what_is_a_vocabulary(tp: int) -> None:
+    """Embeddings of words, and in an output layer what is cut like them; a layer of that width elsewhere is none."""
+    model = Model(tp)
+    model.lm_head = BertLMHead(tp)
+    model.binary_head = ColumnParallelLinear(HIDDEN, 16, tp)
+
+    assert vocabulary_names(model, dict(model.named_parameters())) == ("word_embeddings.weight", "lm_head.bias")
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
