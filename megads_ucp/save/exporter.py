@@ -23,7 +23,7 @@ from megads_ucp.comm.exchange import Exchange
 from megads_ucp.engine.compat import PICKLED_CLASSES
 from megads_ucp.engine.context import EngineContext
 from megads_ucp.engine.state import EngineState
-from megads_ucp.errors import ChannelError, Disagreement, UniversalCheckpointError
+from megads_ucp.errors import StorageError, UniversalCheckpointError
 from megads_ucp.plan.save import make_plan
 from megads_ucp.plan.types import Plan
 from megads_ucp.save.announce import announce
@@ -85,8 +85,10 @@ class Exporter:
                 with channel.agreed(f"saving {Path(save_dir) / tag}"):
                     if channel.rank == 0:
                         storage.check_tag(save_dir, tag)
-            except (ChannelError, Disagreement):
-                return  # the export meets the same, and reports it
+            except StorageError:
+                raise
+            except Exception:  # the regular checkpoint comes first; the export meets the same, and reports it
+                return
 
     def export(self, request: ExportRequest) -> ExportReport | None:
         """Write the universal checkpoint from the live state. Collective.
