@@ -211,7 +211,8 @@ def test_frozen_weights_that_a_stock_directory_has_wrong_or_not_at_all(tmp_path:
         assert kept == sorted(FROZEN_SHARDED, key=list(saved).index)
         assert all(torch.equal(loaded[name], saved[name]) for name in [*whole, "seen"])
         (listed,) = [message for message in messages if "keep the values" in message]
-        assert all(f"{name} (of which it has one tensor-parallel rank's shard)" in listed for name in FROZEN_SHARDED)
+        shards = [f"{name} (there is only one tensor-parallel rank's shard of it)" for name in FROZEN_SHARDED]
+        assert all(shard in listed for shard in shards)
         assert all(not logged for logged, _, _ in others)
 
         (messages, loaded, kept), *others = run_ranks(target, tp, tp, tmp_path / "stock excluding")
