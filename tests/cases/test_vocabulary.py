@@ -232,7 +232,7 @@ WORDS, BERT_ROWS = 130, {1: 130, 2: 132}
 class VocabParallelEmbedding(megatron_core.VocabParallelEmbedding):
     """Megatron-DeepSpeed's, which cannot describe itself."""
 
-    sharded_state_dict = None  # type: ignore[assignment]
+    sharded_state_dict = None
 
 
 class BertLMHead(nn.Module):
