@@ -135,6 +135,7 @@ def train(
             raise
         finally:
             watchdog.cancel()
+            watchdog.join()
     if process.returncode and not killed:
         raise RunFailed(f"{name} exited with {process.returncode}. The end of {log}:\n\n{''.join(tail)}")
     progress.finish(outcome.losses)

@@ -7,10 +7,13 @@ what they would have a host run is run.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -49,9 +52,17 @@ def run(command: str | Sequence[str], **more: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=900,  # finds out what hangs
     )
     return done.stdout
+
+
+def free_port() -> str:
+    """At random, and below those that the kernel gives away: a suite beside this one may be looking for one, too."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as candidate:
+            candidate.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return str(candidate.getsockname()[1])
 
 
 def command_of(line: str, hosts: dict[str, list[int]]) -> list[str]:
@@ -114,14 +125,14 @@ def test_a_line_trains_and_exports(launcher: str, given: str, instead: str, tmp_
     needed = "mpirun" if "MPICH" in launcher else "torchrun"
     if shutil.which(needed, path=environment()["PATH"]) is None:
         pytest.skip(f"there is no {needed} here")
-    script = client(tmp_path / "client")
+    script, port = client(tmp_path / "client"), free_port()
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     line = LINES[launcher].replace("pretrain_gpt.py <flags>", f"{script} --universal-checkpoint-export")
     line = line.replace(given, instead.format(folder=tmp_path))
     if line.startswith("deepspeed"):
-        line = line.replace("deepspeed ", "deepspeed --master_addr 127.0.0.1 ", 1)
+        line = line.replace("deepspeed ", f"deepspeed --master_addr 127.0.0.1 --master_port {port} ", 1)
 
-    printed = run(f"cd {script.parent} && {line}", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    printed = run(f"cd {script.parent} && {line}", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PET_MASTER_PORT=port)
 
     assert (script.parent / "out/step_universal/zero").is_dir(), printed[-3000:]
 
