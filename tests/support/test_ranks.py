@@ -168,15 +168,16 @@ def test_threads_in_the_parent_are_named() -> None:
 @pytest.fixture
 def native_thread() -> Iterator[Callable[[str, object], None]]:
     """Starts a thread that Python knows nothing of, which calls a function of the C library and ends."""
-    libc, started = ctypes.CDLL(None), []
+    libc = ctypes.CDLL(None)
+    started = []  # with their arguments, which must live as long as they do
 
     def start(function: str, argument: object) -> None:
         thread = ctypes.c_ulong()
         assert libc.pthread_create(ctypes.byref(thread), None, getattr(libc, function), argument) == 0
-        started.append(thread)
+        started.append((thread, argument))
 
     yield start
-    for thread in started:
+    for thread, _ in started:
         libc.pthread_join(thread, None)
 
 
