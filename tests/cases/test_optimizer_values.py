@@ -77,6 +77,7 @@ class PerRank(Plain):
         return float(group["d"])
 
 
+@pytest.mark.slow
 def test_values_that_differ_by_rank_are_named_and_come_back_to_their_own_ranks(tmp_path: Path) -> None:
     """Another topology gets the first rank's, and is told."""
     recipe = Recipe("fp32", optimizer=PerRank, groups=one_group)
@@ -179,6 +180,7 @@ def test_what_no_resume_brings_back_is_refused_by_name(name: str, tmp_path: Path
     assert not (tmp_path / UNIVERSAL).exists()
 
 
+@pytest.mark.slow
 def test_without_strict_the_weights_are_exported_and_a_resume_of_the_states_is_refused(tmp_path: Path) -> None:
     def source() -> tuple[list[str], list[torch.Tensor]]:
         megads_ucp.install(OPTIONAL)
@@ -261,6 +263,7 @@ def losses_after(recipe: Recipe, directory: Path) -> list[float]:
     return run_ranks(lambda: train(recipe.resumed(directory), recipe.batches(3, 5)), 2)[0]
 
 
+@pytest.mark.slow
 def test_an_export_of_version_0_1_which_has_no_such_file_resumes(tmp_path: Path) -> None:
     recipe = Recipe("bf16_optimizer")
     losses = export(recipe, 2, tmp_path / "source")

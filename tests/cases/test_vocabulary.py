@@ -27,6 +27,8 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import tensor_parallel as megatron_core
 
+pytestmark = pytest.mark.slow
+
 EMBEDDING = "embedding.word_embeddings.weight"
 
 

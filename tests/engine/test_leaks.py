@@ -20,6 +20,8 @@ from tests.support.models import MLP, initialize, mlp_batches, train
 from tests.support.ranks import run_ranks
 from tests.support.runs import LOADING
 
+pytestmark = pytest.mark.slow
+
 ENGINES = 10
 
 

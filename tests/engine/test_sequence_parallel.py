@@ -23,6 +23,8 @@ from tests.support.models import draw_weights, initialize
 from tests.support.ranks import run_ranks
 from tests.support.runs import EXPORTING, LOADING, UNIVERSAL, assert_same_state, save
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 SAMPLES, LENGTH, WORDS = 6, 8, 17

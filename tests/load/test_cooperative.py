@@ -46,6 +46,7 @@ def uneven(widths: tuple[int, ...], rows: int, degree: int) -> Job:
     )
 
 
+@pytest.mark.slow
 @given(
     widths=st.lists(st.integers(0, 5), min_size=2, max_size=4).filter(any).map(tuple),
     rows=st.integers(1, 9),

@@ -17,6 +17,8 @@ from tests.support.models import MLP, draw_weights
 from tests.support.ranks import run_ranks
 from tests.support.runs import TAG, UNIVERSAL, Log, Recipe, contents, export, resume, tensors
 
+pytestmark = pytest.mark.slow
+
 
 class Holding(nn.Module):
     """An MLP with a frozen layer and a buffer, or a part of it compiled."""

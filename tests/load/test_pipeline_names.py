@@ -17,6 +17,8 @@ from tests.support.models import train
 from tests.support.ranks import RankError, run_ranks
 from tests.support.runs import UNIVERSAL, Recipe, export, tensors
 
+pytestmark = pytest.mark.slow
+
 LAYER = ("self_attention.dense.weight", "mlp.dense_h_to_4h.weight")
 WITHOUT = (
     "language_model.embedding.word_embeddings.weight",

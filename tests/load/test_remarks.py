@@ -126,6 +126,7 @@ def test_another_optimizer_than_the_one_that_saved_is_remarked_on(tmp_path: Path
     assert message.count("this run:") == 1 and "decoupled_weight_decay True (this run: False)" in message
 
 
+@pytest.mark.slow
 def test_hyperparameters_of_this_run_that_give_way_to_the_saved_ones(tmp_path: Path) -> None:
     """Once, in one line on one rank; not those of a schedule, nor what has been the same all along."""
 
@@ -160,6 +161,7 @@ def test_hyperparameters_of_this_run_that_give_way_to_the_saved_ones(tmp_path: P
     assert "win: initial_lr 0.01 (this run: 0.03) in group 0, 1." in message
 
 
+@pytest.mark.slow
 def test_a_global_batch_that_is_ramped_up_is_none_to_keep(tmp_path: Path) -> None:
     """It starts small in every run, and the client sets it from step to step."""
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}

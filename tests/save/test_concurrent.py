@@ -24,6 +24,8 @@ from tests.support.models import MLP, initialize, mlp_batches, train
 from tests.support.ranks import run_ranks
 from tests.support.runs import contents
 
+pytestmark = pytest.mark.slow
+
 LATEST = "latest_universal"
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
