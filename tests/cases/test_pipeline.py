@@ -51,7 +51,7 @@ def resume(
     same: Callable[[Path, Path], None] = assert_same_state,
     remark: str | None = None,
 ) -> list[float]:
-    """Loads `directory`, silently or with one remark, exports it to `again`, which must hold the same, and trains on."""
+    """Loads `directory`, silently or with one remark, exports it to `again`, which holds the same, and trains on."""
 
     def body() -> tuple[list[float], list[str]]:
         megads_ucp.install(EXPORTING)
