@@ -23,6 +23,8 @@ from tests.support.models import train
 from tests.support.ranks import run_ranks
 from tests.support.runs import EXPORTING, TAG, UNIVERSAL, Log, Recipe, assert_resumes, export, one_group, save
 
+pytestmark = pytest.mark.slow
+
 OPTIONAL = EXPORTING.__class__(universal_checkpoint_export=True)
 """An export that is not strict."""
 
@@ -77,7 +79,6 @@ class PerRank(Plain):
         return float(group["d"])
 
 
-@pytest.mark.slow
 def test_values_that_differ_by_rank_are_named_and_come_back_to_their_own_ranks(tmp_path: Path) -> None:
     """Another topology gets the first rank's, and is told."""
     recipe = Recipe("fp32", optimizer=PerRank, groups=one_group)
@@ -180,7 +181,6 @@ def test_what_no_resume_brings_back_is_refused_by_name(name: str, tmp_path: Path
     assert not (tmp_path / UNIVERSAL).exists()
 
 
-@pytest.mark.slow
 def test_without_strict_the_weights_are_exported_and_a_resume_of_the_states_is_refused(tmp_path: Path) -> None:
     def source() -> tuple[list[str], list[torch.Tensor]]:
         megads_ucp.install(OPTIONAL)
@@ -234,7 +234,6 @@ def dtypes(engine: Any) -> Iterator[tuple[str, torch.dtype]]:
         yield from ((name, value.dtype) for name, value in state.items() if torch.is_tensor(value) and value.ndim)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fp32_states", [True, False])
 def test_moments_keep_the_dtype_that_the_optimizer_gives_them(
     fp32_states: bool, tmp_path: Path, build_op: Callable[[str], None]
@@ -263,7 +262,6 @@ def losses_after(recipe: Recipe, directory: Path) -> list[float]:
     return run_ranks(lambda: train(recipe.resumed(directory), recipe.batches(3, 5)), 2)[0]
 
 
-@pytest.mark.slow
 def test_an_export_of_version_0_1_which_has_no_such_file_resumes(tmp_path: Path) -> None:
     recipe = Recipe("bf16_optimizer")
     losses = export(recipe, 2, tmp_path / "source")

@@ -23,6 +23,8 @@ from tests.support.accidents import assert_complete, before, entries, install, r
 from tests.support.models import MLP, initialize, mlp_batches, train
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def trained(**config: Any) -> Any:
     engine = initialize(MLP(), "fp32", config=config)

@@ -15,6 +15,8 @@ from tests.support.experts import Experts
 from tests.support.models import initialize, mlp_batches, train
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 INFO = "universal_checkpoint_info"
 
 

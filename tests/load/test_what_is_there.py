@@ -34,6 +34,8 @@ from tests.support.runs import (
     save,
 )
 
+pytestmark = pytest.mark.slow
+
 PLAIN = Recipe("fp32")
 FALLING_BACK = {"universal_checkpoint_export": {"enabled": False, "fallback": True}}
 
@@ -241,7 +243,6 @@ def test_a_model_with_experts_says_so_in_one_sentence(exports: Path) -> None:
 # --------------------------------------------------------------------------------------------- in inference mode
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp32", "bf16_optimizer", "zero2"])
 def test_a_load_and_a_save_in_inference_mode_leave_a_run_that_trains_on(kind: str, tmp_path: Path) -> None:
     recipe = Recipe(kind)
@@ -281,7 +282,6 @@ def of_sizes(*sizes: int) -> Callable[[], nn.Module]:
     return lambda: MLP(sizes)
 
 
-@pytest.mark.slow
 def test_a_load_that_would_leave_most_of_a_model_as_it_is_is_refused(tmp_path: Path) -> None:
     """Whatever is skipped: nobody wants his initialisation back. Half of the elements suffice."""
 
