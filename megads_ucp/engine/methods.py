@@ -58,7 +58,8 @@ def save_checkpoint(
     engine = _alive(engine_ref)
     client_state = {} if client_state is None else client_state
     with exporter.turn, scope_of(engine):
-        exporter.check_tag(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        exporter.check_tag(save_dir, name)
         done: bool = type(engine).save_checkpoint(
             engine,
             save_dir,
@@ -67,8 +68,7 @@ def save_checkpoint(
             save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        exporter.export(ExportRequest.of_save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters))
+        exporter.export(ExportRequest.of_save(save_dir, name, client_state, save_latest, exclude_frozen_parameters))
     return done
 
 

@@ -75,7 +75,7 @@ def rules_from_patterns(
     for pattern in layouts:
         for name in matches[pattern.pattern].names:
             matching[name].append(pattern)
-    vocabulary_pattern = {name: pattern for pattern in vocabulary_patterns for name in matches[pattern].names}
+    vocabularies = {name: pattern for pattern in vocabulary_patterns for name in matches[pattern].names}
 
     stated, defaults, doubts = {}, {}, {}
     for name in names:
@@ -85,13 +85,13 @@ def rules_from_patterns(
             stated[name] = rule
         elif not reasons and shapes[0] and (layouts or len(shapes) == 1):
             defaults[name] = Rule("split", DEFAULT, dim=0)
-        patterns = [p.pattern for p in matching[name]] + [v for n, v in vocabulary_pattern.items() if n == name]
+        patterns = [p.pattern for p in matching[name]] + ([vocabularies[name]] if name in vocabularies else [])
         reasons += [f"pattern {p!r} {why}" for p in dict.fromkeys(patterns) if (why := matches[p].accident(name))]
         if reasons:
             doubts[name] = "; ".join(reasons)
     vocabulary = {
         name: _vocabulary_size(info, name)
-        for name, pattern in vocabulary_pattern.items()
+        for name, pattern in vocabularies.items()
         if matches[pattern].accident(name) is None
     }
     needed = {p.pattern for p in layouts if not p.is_affine}.union(vocabulary_patterns)
