@@ -23,7 +23,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "type": int,
         "default": _DEFAULT.bucket_mb,
         "metavar": "MIB",
-        "help": "bytes in flight per rank and direction while fragments travel to their writers (default: %(default)s)",
+        "help": "bytes of messages in flight per rank and direction (default: %(default)s)",
     },
     "--universal-checkpoint-export-timeout-minutes": {
         "type": float,
@@ -36,6 +36,18 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "default": _DEFAULT.on_drift,
         "help": "what happens when copies of a parameter, which ought to be equal, have drifted apart: 'error' fails "
         "the export, 'warn' exports one of the copies (default: %(default)s)",
+    },
+    "--universal-checkpoint-export-shared-files": {
+        "choices": CHOICES["shared_files"],
+        "default": _DEFAULT.shared_files,
+        "help": "whether several ranks may write parts of one file; auto: where the file system is known to allow it "
+        "(default: %(default)s)",
+    },
+    "--universal-checkpoint-export-shared-memory": {
+        "choices": CHOICES["shared_memory"],
+        "default": _DEFAULT.shared_memory,
+        "help": "whether ranks of one host read what they need of each other from shared memory; 'never': it travels "
+        "as messages, as between hosts (default: %(default)s)",
     },
     "--universal-checkpoint-verify": {
         "action": "store_true",

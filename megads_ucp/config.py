@@ -10,7 +10,12 @@ from typing import Any
 
 CONFIG_SECTION = "universal_checkpoint_export"
 
-CHOICES = {"read_together": ("auto", "always", "never"), "on_drift": ("error", "warn")}
+CHOICES = {
+    "on_drift": ("error", "warn"),
+    "read_together": ("auto", "always", "never"),
+    "shared_files": ("auto", "always", "never"),
+    "shared_memory": ("auto", "never"),
+}
 """The values that settings of type str may have."""
 
 
@@ -21,10 +26,14 @@ class ExportConfig:
     Attributes:
         enabled: write ``<tag>_universal`` beside every regular checkpoint.
         strict: a failed export raises on every rank; otherwise it is reported and training goes on.
-        bucket_mb: bytes in flight per rank and direction during the exchange, in MiB.
+        bucket_mb: bytes of messages in flight per rank and direction, in MiB.
         timeout_minutes: how long a rank waits for its peers before the export is given up; fractions are allowed.
         on_drift: what it means that copies of a parameter have drifted apart: "error" fails the export, "warn" exports
             one of them, with a warning.
+        shared_files: whether several ranks may write parts of one file: "always", "never", or "auto", where the file
+            system is known to allow it (:func:`megads_ucp.storage.one_writer_reason`).
+        shared_memory: whether ranks of one host read what they need of each other from shared memory: "auto", where
+            they can, or "never"; otherwise it travels as messages, as between hosts.
         verify: a resume checks everything it reads against the manifest's checksums.
         read_together: whether a resume reads matrices that tensor parallelism cuts along dim 1 once, and has their
             columns travel to the ranks: "always", "never", or "auto", where such ranks are on several hosts. On one
@@ -35,9 +44,11 @@ class ExportConfig:
 
     enabled: bool = False
     strict: bool = False
-    bucket_mb: int = 64
+    bucket_mb: int = 8
     timeout_minutes: float = 30.0
     on_drift: str = "error"
+    shared_files: str = "auto"
+    shared_memory: str = "auto"
     verify: bool = False
     read_together: str = "auto"
     fallback: bool = False

@@ -21,9 +21,9 @@ from megads_ucp.engine.state import Coordinates
 from megads_ucp.errors import LayoutError, PlanError
 from megads_ucp.layout.layout import Layout, build_layout
 from megads_ucp.layout.padding import padding_layout
-from megads_ucp.layout.partition import FlatGroup, Fragment
+from megads_ucp.layout.partition import FlatGroup, Member
 from megads_ucp.layout.rule import Rule
-from megads_ucp.plan.types import UNOWNED, Holding, StateSpec, Subject
+from megads_ucp.plan.types import UNOWNED, ShardGroup, StateSpec, Subject
 from megads_ucp.sources.patterns import DEFAULT, PatternRules, rules_from_patterns
 from megads_ucp.sources.resolve import Claim, Trust, check_resolved, resolve
 from megads_ucp.storage.format import MASTER
@@ -95,7 +95,7 @@ class Survey:
 
         The rows that pad vocabularies follow as subjects of their own.
 
-        The other stages' copies are ``tied_holdings`` where DeepSpeed ties them. What else a tied module holds, each
+        The other stages' copies are ``tied_shards`` where DeepSpeed ties them. What else a tied module holds, each
         stage trains on its own or not at all.
         """
         found: dict[str, tuple[int, Subject]] = {}
@@ -110,7 +110,7 @@ class Survey:
                         "of them only. Give different parameters different names, and freeze both of a tie or neither."
                     )
                 if stage != first and name in peers[0].tied:
-                    found[name] = first, replace(tied, tied_holdings=(*tied.tied_holdings, subject.holdings))
+                    found[name] = first, replace(tied, tied_shards=(*tied.tied_shards, subject.shards))
         subjects = [subject for _, subject in found.values()]
         return (*subjects, *_paddings(subjects))
 
@@ -210,6 +210,13 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
     deepspeed/runtime/utils.py), so what a parameter's states are is asked of those ranks that hold something of it.
     """
     groups, alike = [_group_of_each(peer) for peer in peers], _round_alike(peers)
+    shards = [
+        [
+            ShardGroup(peer.coordinates.tp_rank, index, group.flat, group.ranks)
+            for index, group in enumerate(peer.groups)
+        ]
+        for peer in peers
+    ]
     for name in dict.fromkeys(name for group_of in groups for name in group_of):
         layout = layouts[name]
         trained = [(peer, group_of[name]) for peer, group_of in zip(peers, groups, strict=True) if name in group_of]
@@ -227,22 +234,36 @@ def _subjects_of_stage(peers: list[RankDescription], layouts: Mapping[str, Layou
             if state != MASTER:
                 layout.check_unscaled(state)
         specs = tuple(StateSpec(n, dtype, torch.float32 if n == MASTER else dtype) for n, dtype in states)
-        holdings = tuple(
-            Holding(peer.groups[other].ranks[shard_rank], peer.coordinates.tp_rank, other, fragment)
-            for peer, other in trained
-            for shard_rank, fragment in peer.groups[other].flat.holders(name)
-        )
-        yield name, Subject(layout, specs, holdings, rounds_alike=alike)
+        held = tuple(own[group_of[name]] for own, group_of in zip(shards, groups, strict=True) if name in group_of)
+        yield name, Subject(layout, specs, held, rounds_alike=alike)
     spec = (StateSpec(MASTER, torch.float32, torch.float32),)
+    unowned = [_unowned_shards(peer, layouts) for peer in peers]
     for name, _ in peers[0].unowned:
         if any(name in group_of for group_of in groups):
             continue  # rank 0's shard of it is empty
-        whole = tuple(
-            Holding(peer.groups[0].ranks[0], peer.coordinates.tp_rank, UNOWNED, Fragment(name, numel, 0, 0))
-            for peer in peers
-            if (numel := _shard_numel(layouts[name], peer))
-        )
-        yield name, Subject(layouts[name], spec, whole, owned=False)
+        held = tuple(of_name[name] for of_name in unowned if name in of_name)
+        yield name, Subject(layouts[name], spec, held, owned=False)
+
+
+def _unowned_shards(peer: RankDescription, layouts: Mapping[str, Layout]) -> dict[str, ShardGroup]:
+    """Who exports what no optimizer owns of a tensor-parallel rank's shards, by name; empty shards are left out.
+
+    Frozen parameters are equal on all data-parallel replicas and are dealt out as if ZeRO had cut them. Buffers may
+    differ (statistics of a batch), so the first replica's are exported, as by the stock converter.
+    """
+    ranks = peer.groups[0].ranks
+    frozen = [name for name, _ in peer.unowned if name not in peer.buffers]
+    found: dict[str, ShardGroup] = {}
+    for names, replicas in ((frozen, ranks), (peer.buffers, ranks[:1])):
+        members: list[Member] = []
+        for name in names:
+            if numel := _shard_numel(layouts[name], peer):
+                members.append(Member(name, numel, members[-1].stop if members else 0))
+        end, degree = members[-1].stop if members else 0, len(replicas)
+        flat = FlatGroup(tuple(members), -(-end // degree) * degree, degree)
+        shard = ShardGroup(peer.coordinates.tp_rank, UNOWNED, flat, replicas)
+        found.update((member.name, shard) for member in members)
+    return found
 
 
 def _round_alike(peers: list[RankDescription]) -> bool:

@@ -219,6 +219,13 @@ class Channel:
             dist.gather_object(value, values, dst=destination, group=self._group)
         return values
 
+    def scatter(self, values: list[Any] | None, source: int = 0) -> Any:
+        """This rank's of the values that rank ``source`` gives, one per rank; None elsewhere. Anything picklable."""
+        received: list[Any] = [None]
+        with self.communicating(f"receiving from rank {source}"):
+            dist.scatter_object_list(received, values, src=source, group=self._group)
+        return received[0]
+
     def isend(self, tensor: torch.Tensor, peer: int) -> Pending:
         """Start to send ``tensor`` to rank ``peer``. Only within :meth:`communicating`, waiting included."""
         return self._under_way(dist.isend(tensor, peer, group=self._group))

@@ -13,14 +13,16 @@ import torch.distributed as dist
 
 from megads_ucp.comm.agreement import Announcement
 from megads_ucp.comm.channel import Channel
+from megads_ucp.comm.shared_memory import SharedMemory
 from megads_ucp.config import ExportConfig
 from megads_ucp.engine.state import EngineState
 from megads_ucp.errors import PlanError, UniversalCheckpointError, UnsupportedError
 from megads_ucp.sources.layers import LayerClaims, ask_layers
 from megads_ucp.survey import GroupDescription, RankDescription, Survey, build_survey
 
-_abandoned: list[Channel] = []
-"""Channels of engines that the garbage collector has taken, to be closed. Not by it: it may run amid a collective."""
+_abandoned: list[Channel | SharedMemory] = []
+"""Channels and shared memory, to be closed, of engines that the garbage collector has taken. Not by it: it may run amid
+a collective."""
 
 
 class EngineContext:
@@ -43,6 +45,7 @@ class EngineContext:
         self.turn = threading.RLock()
         self._announcement = Announcement(asdict(config))
         self._channel: Channel | None = None
+        self._memory: SharedMemory | None = None
         self._layers: LayerClaims | None = None
         self._seen: list[list[int]] = []
         self._survey: Survey | None = None
@@ -82,8 +85,19 @@ class EngineContext:
             self._seen, self._survey = [], None  # only some ranks may have got the last one
         return self._channel
 
+    def shared_memory(self) -> SharedMemory:
+        """The memory that ranks of this host share, made at its first use on a channel. Collective."""
+        if self._memory is None:
+            self._memory = SharedMemory(self.channel, self.config.shared_memory != "never")
+            self._abandon_memory = weakref.finalize(self, _abandoned.append, self._memory)
+        return self._memory
+
     def close(self) -> None:
         """Give back what the channel takes of this process. Local; the next export or resume opens another one."""
+        if self._memory is not None:
+            self._abandon_memory.detach()
+            self._memory.close()
+            self._memory = None
         if self._channel is not None:
             self._abandon.detach()
             self._channel.close()

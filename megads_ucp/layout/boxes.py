@@ -6,7 +6,7 @@ Offsets and strides count elements. Pure but for the two ``*_view`` methods, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -67,6 +67,11 @@ class Box:
         """First and last-plus-one offset in the shard."""
         return self.shard_offset, self.shard_offset + reach(self.shape, self.shard_strides)
 
+    @property
+    def dense(self) -> bool:
+        """Whether its elements are neighbours, in the same order, in the full tensor and in the shard."""
+        return self.full_strides == self.shard_strides == row_major(self.shape)
+
     def full_view(self, buffer: torch.Tensor, start: int) -> torch.Tensor:
         """View of the box in ``buffer`` (1-D), which holds full elements ``[start, start + len(buffer))``.
 
@@ -82,6 +87,11 @@ class Box:
             LayoutError: the box reaches outside the buffer.
         """
         return _view(buffer, start, self.shape, self.shard_strides, self.shard_span, "shard")
+
+
+def row_major(shape: Ints) -> Ints:
+    """Strides of a contiguous tensor."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def clip(box: Box, start: int, stop: int) -> tuple[Box, ...]:
@@ -110,6 +120,28 @@ def clip_shard(box: Box, start: int, stop: int) -> tuple[Box, ...]:
         Box(shape, full, full_strides, shard, shard_strides, box.scale, box.holders)
         for shape, shard, shard_strides, full, full_strides in parts
     )
+
+
+def cut_box(box: Box, limit: int, *, spans: bool = False) -> Iterator[Box]:
+    """The box in parts of at most ``limit`` elements, in order.
+
+    With ``spans``, all elements of the full tensor between a part's first and last one count, not only its own.
+    """
+    size = box.full_span[1] - box.full_span[0] if spans else box.numel
+    if size <= limit or not box.shape:
+        yield box
+        return
+    row = replace(box, shape=box.shape[1:], full_strides=box.full_strides[1:], shard_strides=box.shard_strides[1:])
+    row_size = max(box.full_strides[0] if spans else row.numel, 1)
+    step = max(limit // row_size, 1)
+    for start in range(0, box.shape[0], step):
+        full = box.full_offset + start * box.full_strides[0]
+        shard = box.shard_offset + start * box.shard_strides[0]
+        if step > 1 or row_size <= limit:
+            count = min(step, box.shape[0] - start)
+            yield replace(box, shape=(count, *box.shape[1:]), full_offset=full, shard_offset=shard)
+        else:  # one row is more than fits: cut along the next axis
+            yield from cut_box(replace(row, full_offset=full, shard_offset=shard), limit, spans=spans)
 
 
 def joined(boxes: Iterable[Box]) -> tuple[Box, ...]:

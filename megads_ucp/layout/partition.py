@@ -166,6 +166,18 @@ class FlatGroup:
         first, last = member.offset // self.partition_numel, (member.stop - 1) // self.partition_numel
         return tuple((rank, self._cut(member, rank)) for rank in range(first, last + 1))
 
+    def fragment(self, name: str, shard_rank: int) -> Fragment | None:
+        """The part of a parameter that a shard rank holds; None if it holds none, or the group has no such parameter.
+
+        Raises:
+            PlanError: there is no such shard rank.
+        """
+        self._check_rank(shard_rank)
+        member, start = self._member_of.get(name), shard_rank * self.partition_numel
+        if member is None or member.stop <= start or member.offset >= start + self.partition_numel:
+            return None
+        return self._cut(member, shard_rank)
+
     def _fragments(self, shard_rank: int) -> Iterator[Fragment]:
         start = shard_rank * self.partition_numel
         for index in range(bisect_right(self._stops, start), len(self.members)):

@@ -13,13 +13,10 @@ from dataclasses import replace
 
 from megads_ucp.load.checkpoint import Checkpoint
 from megads_ucp.load.reads import SPAN_BYTES
-from megads_ucp.plan.load import make_read_plan, reads_more_than_it_holds
-from megads_ucp.plan.types import Plan, StateSpec, Subject
+from megads_ucp.plan.load import ReadPlan, make_read_plan, reads_more_than_it_holds
+from megads_ucp.plan.types import StateSpec, Subject
 from megads_ucp.storage.format import MASTER, STEP
 from megads_ucp.survey import Survey
-
-_SHARES = 8
-"""Two rounds of messages are under way at a time, in and out, and of extents as many bytes again for either."""
 
 
 def on_several_hosts(survey: Survey, hosts: Sequence[int]) -> bool:
@@ -37,20 +34,17 @@ def on_several_hosts(survey: Survey, hosts: Sequence[int]) -> bool:
     return any(len(on_hosts) > 1 for on_hosts in peers.values())
 
 
-def plan_together(survey: Survey, checkpoint: Checkpoint, optimizer_states: bool, bucket_bytes: int) -> Plan | None:
-    """Who reads what for whom, None if no file is worth it. Pure, and equal on all ranks.
+def plan_together(survey: Survey, checkpoint: Checkpoint, optimizer_states: bool, rank: int) -> ReadPlan | None:
+    """What this rank reads for whom, None if no file is worth it. Pure.
 
     Args:
         survey: of the target.
         checkpoint: with a manifest, which every rank knows alike; without one, nothing is read together.
         optimizer_states: whether more than the master weights is wanted.
-        bucket_bytes: the most memory that a rank may take for it.
+        rank: this one.
     """
     subjects = list(_subjects(survey, checkpoint, optimizer_states)) if checkpoint.manifest is not None else []
-    if not subjects:
-        return None
-    share = max(bucket_bytes // _SHARES, SPAN_BYTES)
-    return make_read_plan(subjects, SPAN_BYTES, share)
+    return make_read_plan(subjects, rank, SPAN_BYTES) if subjects else None
 
 
 def _subjects(survey: Survey, checkpoint: Checkpoint, optimizer_states: bool) -> Iterator[Subject]:

@@ -39,7 +39,7 @@ from megads_ucp.load.remarks import (
 )
 from megads_ucp.load.resume import LoadRequest, Resume, Unowned
 from megads_ucp.load.states import GroupState, state_getter
-from megads_ucp.plan.types import Plan
+from megads_ucp.plan.load import ReadPlan
 from megads_ucp.storage.format import MASTER
 from megads_ucp.survey import Survey
 
@@ -214,7 +214,9 @@ def _exact_shards(
             yield name, shard
 
 
-def _plan_together(context: EngineContext, survey: Survey, checkpoint: Checkpoint, request: LoadRequest) -> Plan | None:
+def _plan_together(
+    context: EngineContext, survey: Survey, checkpoint: Checkpoint, request: LoadRequest
+) -> ReadPlan | None:
     """What is not read by each rank alone, if anything. Collective."""
     config, channel = context.config, context.channel
     if config.read_together == "never":
@@ -226,5 +228,5 @@ def _plan_together(context: EngineContext, survey: Survey, checkpoint: Checkpoin
     if any(whole) or (config.read_together == "auto" and not on_several_hosts(survey, hosts)):
         return None
     with channel.agreed(f"planning how to read {checkpoint.directory}"):
-        return plan_together(survey, checkpoint, request.optimizer_states, config.bucket_mb << 20)
+        return plan_together(survey, checkpoint, request.optimizer_states, channel.rank)
     raise AssertionError("agreed() lets no failed body pass")

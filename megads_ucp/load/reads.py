@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megads_ucp.layout.attention import AttentionOrder
-from megads_ucp.layout.boxes import Box
-from megads_ucp.plan.traffic import cut_box
+from megads_ucp.layout.boxes import Box, cut_box
 from megads_ucp.storage.read import TensorFile
 from megads_ucp.storage.records import FileRecord
 from megads_ucp.storage.verify import verify_range

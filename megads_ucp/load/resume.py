@@ -20,7 +20,7 @@ from megads_ucp.engine.state import EngineState
 from megads_ucp.load.reads import Read
 from megads_ucp.load.relay import Relay, relayed
 from megads_ucp.load.states import GroupState, make_states
-from megads_ucp.plan.types import Plan
+from megads_ucp.plan.load import ReadPlan
 
 logger = logging.getLogger("megads_ucp")
 
@@ -83,7 +83,7 @@ class Resume:
     common: Mapping[str, Any]
     groups: tuple[GroupState, ...]
     reads: Mapping[tuple[str, str], Read]
-    together: Plan | None
+    together: ReadPlan | None
     unowned: Unowned
     kept: tuple[str, ...]
 

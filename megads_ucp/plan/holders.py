@@ -16,18 +16,19 @@ from megads_ucp.plan.types import Holding, Subject
 
 
 class Part(NamedTuple):
-    """The boxes of a holding that lie in some range of the full tensor, and how many elements they have."""
+    """Boxes of a holding, how many elements they have, and which copy of these they are, see :class:`Transfer`."""
 
     holding: Holding
     boxes: tuple[Box, ...]
     numel: int
+    copy_index: int = 0
 
 
 class Holders:
     """A subject's holdings by their place in the full tensor.
 
-    Planning looks up the same ranges once per state and once more for the traffic. At thousands of ranks a scan of all
-    holdings each time would dominate, so boxes are searched by bisection and results are cached.
+    Attributes:
+        parts: all of them that have elements of the full tensor.
 
     Raises:
         PlanError: the holdings do not make whole shards.
@@ -36,48 +37,62 @@ class Holders:
     def __init__(self, subject: Subject) -> None:
         _check_shards(subject)
         self.subject = subject
-        self._all_parts = tuple(
+        self.parts = tuple(
             _part(holding, boxes)
             for holding in subject.holdings
             if (boxes := subject.layout.runs(holding.tp_rank, holding.fragment.param_start, holding.fragment.numel))
         )
-        self._cache: dict[tuple[int, int], tuple[Part, ...]] = {(0, subject.layout.numel): self._all_parts}
 
     @cached_property
     def _by_offset(self) -> tuple[list[tuple[int, Box]], list[int], list[int]]:
-        """(index in ``_all_parts``, box) by ascending full offset; these offsets; the reach of all boxes up to each."""
-        boxes = [(index, box) for index, part in enumerate(self._all_parts) for box in part.boxes]
+        """(index in ``parts``, box) by ascending full offset; these offsets; the reach of all boxes up to each."""
+        boxes = [(index, box) for index, part in enumerate(self.parts) for box in part.boxes]
         boxes.sort(key=lambda entry: entry[1].full_offset)
         reaches = accumulate((box.full_span[1] for _, box in boxes), max)
         return boxes, [box.full_offset for _, box in boxes], list(reaches)
 
-    @cached_property
-    def tp_rank_of(self) -> dict[int, int]:
-        """The tensor-parallel rank of every rank that holds a part."""
-        return {holding.rank: holding.tp_rank for holding in self.subject.holdings}
-
-    def parts(self, start: int, stop: int) -> tuple[Part, ...]:
+    def within(self, start: int, stop: int) -> list[Part]:
         """The parts of elements [start, stop) of the full tensor, in the order of the holdings."""
-        if (start, stop) not in self._cache:
-            boxes, offsets, reaches = self._by_offset
-            found: dict[int, list[Box]] = defaultdict(list)
-            for index, box in boxes[bisect_right(reaches, start) : bisect_left(offsets, stop)]:
-                if inside := clip(box, start, stop):
-                    found[index].extend(inside)
-            parts = (_part(self._all_parts[index].holding, tuple(found[index])) for index in sorted(found))
-            self._cache[start, stop] = tuple(parts)
-        return self._cache[start, stop]
+        boxes, offsets, reaches = self._by_offset
+        found: dict[int, list[Box]] = defaultdict(list)
+        for index, box in boxes[bisect_right(reaches, start) : bisect_left(offsets, stop)]:
+            if inside := clip(box, start, stop):
+                found[index].extend(inside)
+        return [_part(self.parts[index].holding, tuple(found[index])) for index in sorted(found)]
 
-    def overlap(self, start: int, stop: int) -> dict[int, int]:
-        """Elements of [start, stop) that each rank holds; ranks that hold none are absent."""
-        elements: dict[int, int] = defaultdict(int)
-        for part in self.parts(start, stop):
-            elements[part.holding.rank] += part.numel
-        return elements
+    def to_lay(self, start: int, stop: int, rank: int) -> list[Part]:
+        """What ``rank`` has to lay down to get elements [start, stop), in this order.
+
+        One copy of each element, the rank's own if it has one; of averaged parameters all, in the order of
+        tensor-parallel ranks, as in the stock converter (ds_to_universal.merge_tp_slices): floating-point addition is
+        not associative to the last bit. Of what no optimizer owns the first copy, since copies may differ.
+        """
+        averaged = self.subject.layout.averaged
+        parts = self.within(start, stop)
+        own = next((part.holding.tp_rank for part in parts if part.holding.rank == rank), None)
+        preferred = None if averaged or not self.subject.owned else own
+        found: list[Part] = []
+        for holding, boxes, _, _ in parts:
+            copies = [_copy_index(box, holding.tp_rank, preferred) for box in boxes]
+            for copy_index in sorted(set(copies)) if averaged else [0]:
+                chosen = [box for box, copy in zip(boxes, copies, strict=True) if copy == copy_index]
+                if chosen:
+                    found.append(_part(holding, tuple(chosen), copy_index))
+        return sorted(found, key=lambda part: (part.copy_index, part.holding.rank))
 
 
-def _part(holding: Holding, boxes: tuple[Box, ...]) -> Part:
-    return Part(holding, boxes, sum(box.numel for box in boxes))
+def _part(holding: Holding, boxes: tuple[Box, ...], copy_index: int = 0) -> Part:
+    return Part(holding, boxes, sum(box.numel for box in boxes), copy_index)
+
+
+def _copy_index(box: Box, tp_rank: int, preferred: int | None) -> int:
+    """Which of the copies that tensor-parallel ranks hold of a box is that of ``tp_rank``, counted from ``preferred``'s
+    if that has one."""
+    copies = len(box.holders)
+    if copies <= 1:
+        return 0
+    first = box.holders.index(preferred) if preferred in box.holders else 0
+    return (box.holders.index(tp_rank) - first) % copies
 
 
 def _check_shards(subject: Subject) -> None:

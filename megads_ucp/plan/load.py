@@ -3,13 +3,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from megads_ucp.plan.holders import Holders
-from megads_ucp.plan.traffic import schedule
-from megads_ucp.plan.types import Extent, Plan, StateSpec, Subject, Transfer
+from megads_ucp.plan.types import Extent, StateSpec, Subject, Transfer
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """What one rank does in a cooperative resume.
+
+    Attributes:
+        subjects: the parameters that are read cooperatively, equal on all ranks.
+        transfers: what the rank reads for itself, and what it gives to other ranks and gets from them, in an order that
+            all ranks share.
+    """
+
+    subjects: tuple[Subject, ...]
+    transfers: tuple[Transfer, ...]
 
 
 def reads_more_than_it_holds(subject: Subject) -> bool:
@@ -22,34 +35,35 @@ def reads_more_than_it_holds(subject: Subject) -> bool:
     return any(box.full_span[1] - box.full_span[0] > box.numel for boxes in shards for box in boxes)
 
 
-def make_read_plan(subjects: Sequence[Subject], extent_bytes: int, bucket_bytes: int) -> Plan:
-    """A plan that runs backwards: every element of every file is read once, by a rank that holds some of its extent.
+def make_read_plan(subjects: Sequence[Subject], rank: int, extent_bytes: int) -> ReadPlan:
+    """The part of ``rank``: every element of every file is read once, by a rank that holds some of its extent.
 
     Args:
         subjects: the parameters to read, with their states and the files' dtypes; equal on all ranks.
-        extent_bytes: size of one read; at most ``bucket_bytes``.
-        bucket_bytes: most bytes that a rank sends, and that it receives, in one round.
+        rank: of the plan.
+        extent_bytes: size of one read.
 
     Raises:
-        PlanError: no rank holds some element of a parameter.
+        PlanError: no rank holds some element of a parameter that this rank holds a part of.
     """
-    extents: list[Extent] = []
     transfers: list[Transfer] = []
-    load: dict[int, int] = defaultdict(int)
-    for index, subject in enumerate(subjects):
+    for number, subject in enumerate(subjects):
+        if subject.holding(rank) is None:
+            continue
         holders = Holders(subject)
-        for state, start, stop in _pieces(subject, extent_bytes):
-            parts = holders.parts(start, stop)
-            # Any holder will do: it keeps its own part and sends the rest. So the least loaded one reads.
-            reader = min((part.holding.rank for part in parts), key=lambda rank: (load[rank], rank))
-            extent = Extent(index, state, start, stop, reader)
-            load[reader] += extent.nbytes
-            transfers.extend(Transfer(len(extents), part.holding, part.boxes, part.numel, 0) for part in parts)
-            extents.append(extent)
-    return Plan(tuple(subjects), tuple(extents), tuple(schedule(extents, transfers, bucket_bytes)), backwards=True)
+        for turn, (state, start, stop) in enumerate(_ranges(subject, extent_bytes)):
+            parts = holders.within(start, stop)
+            # Any holder will do: it keeps its own part and sends the rest. So they take turns.
+            extent = Extent(number, state, start, stop, parts[(number + turn) % len(parts)].holding.rank)
+            transfers.extend(
+                Transfer(extent, holding, boxes, numel, backwards=True)
+                for holding, boxes, numel, _ in parts
+                if rank in (extent.writer, holding.rank)
+            )
+    return ReadPlan(tuple(subjects), tuple(transfers))
 
 
-def _pieces(subject: Subject, extent_bytes: int) -> Iterator[tuple[StateSpec, int, int]]:
+def _ranges(subject: Subject, extent_bytes: int) -> Iterator[tuple[StateSpec, int, int]]:
     """The subject's files in ranges of their elements, of whole rows where a row fits."""
     row, numel = prod(subject.layout.shape[1:]), subject.layout.numel
     for state in subject.states:

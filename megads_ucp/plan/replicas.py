@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from megads_ucp.layout.boxes import Box, clip
 from megads_ucp.layout.strides import Ints
-from megads_ucp.plan.traffic import chunks, schedule, transfer_limit
-from megads_ucp.plan.types import Extent, Holding, Plan, StateSpec, Subject, Transfer
+from megads_ucp.plan.types import Extent, Holding, StateSpec, Subject, Transfer
 
 BLOCK = 1 << 16
 """Elements of the full tensor that share a checksum. The weights of one block (512 KiB) stay in a core's cache."""
@@ -149,21 +148,32 @@ def _boxes(subject: Subject, holding: Holding) -> tuple[Box, ...]:
     return subject.layout.runs(holding.tp_rank, holding.fragment.param_start, holding.fragment.numel)
 
 
-def make_inspection_plan(subjects: Sequence[Subject], blocks: Sequence[ReplicaBlock], bucket_bytes: int) -> Plan:
-    """A plan that brings all replicas of each block to one of the ranks that hold it, as copies in their order.
+def inspection(
+    subjects: Sequence[Subject], blocks: Sequence[ReplicaBlock], rank: int
+) -> list[tuple[ReplicaBlock, Transfer]]:
+    """What a rank sends and gets so that all replicas of each block come together on one of the ranks that hold it.
 
-    Its extents are the blocks, in their order; nothing is to be written, so values stay in their live dtype.
+    A transfer's extent is the block, its copy number that of the replica. Nothing is to be written, so values stay in
+    their live dtype.
+
+    Args:
+        subjects: equal on all ranks.
+        blocks: the same ones on all ranks.
+        rank: this one.
+
+    Returns:
+        In an order that all ranks share.
     """
-    extents, transfers = [], []
-    for index, block in enumerate(blocks):
+    found = []
+    for block in sorted(blocks, key=lambda block: (block.subject, block.slot)):
         parts = list(_parts(subjects[block.subject], block))
         state = replace(block.state, written=block.state.live)
         extent = Extent(block.subject, state, block.start, block.stop, writer=parts[0][1].rank)
-        extents.append(extent)
         for copy_index, holding, boxes in parts:
-            bundles = chunks(boxes, transfer_limit(bucket_bytes, extent))
-            transfers += [Transfer(index, holding, *bundle, copy_index) for bundle in bundles]
-    return Plan(tuple(subjects), tuple(extents), tuple(schedule(extents, transfers, bucket_bytes)))
+            if rank in (extent.writer, holding.rank):
+                numel = sum(box.numel for box in boxes)
+                found.append((block, Transfer(extent, holding, tuple(boxes), numel, copy_index)))
+    return found
 
 
 def _parts(subject: Subject, block: ReplicaBlock) -> Iterator[tuple[int, Holding, list[Box]]]:

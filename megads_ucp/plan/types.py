@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The terms of a plan. Data only.
 
-A *file* is one state of one parameter, whole. It usually has one writer; a file larger than a rank's share of the whole
-checkpoint is cut into *extents*, ranges of its elements, with a writer each. A *holding* is a fragment of the parameter
-on some rank. A *transfer* is the part of a holding that lies in one extent; it travels in some *round*, and no rank
-sends or receives more than a bounded number of bytes in a round.
+A *file* is one state of one parameter, whole. It is cut into *extents*, ranges of its elements, with a writer each. A
+*holding* is a fragment of the parameter on some rank. A *transfer* is the part of a holding that lies in one extent, on
+its way to the extent's writer.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,7 @@ import torch
 if TYPE_CHECKING:
     from megads_ucp.layout.boxes import Box
     from megads_ucp.layout.layout import Layout
-    from megads_ucp.layout.partition import Fragment
-
-MESSAGE_ALIGNMENT = 8
-"""In a message, transfers start at multiples of this many bytes, so that any dtype can be viewed in it."""
+    from megads_ucp.layout.partition import FlatGroup, Fragment
 
 
 UNOWNED = -1
@@ -49,28 +45,60 @@ class Holding:
 
 
 @dataclass(frozen=True)
+class ShardGroup:
+    """One tensor-parallel rank's shards of some parameters, and the data-parallel ranks that share them out.
+
+    Attributes:
+        tp_rank: of the shards.
+        group: index of the parameters' group in the optimizer there, or ``UNOWNED``.
+        flat: the shards end to end, cut over ``ranks``.
+        ranks: global rank of every shard rank.
+    """
+
+    tp_rank: int
+    group: int
+    flat: FlatGroup
+    ranks: tuple[int, ...]
+
+    @cached_property
+    def shard_rank_of(self) -> dict[int, int]:
+        return {rank: shard_rank for shard_rank, rank in enumerate(self.ranks)}
+
+    def holdings(self, name: str) -> Iterator[Holding]:
+        """All fragments of a parameter, from its first element to its last."""
+        for shard_rank, fragment in self.flat.holders(name):
+            yield Holding(self.ranks[shard_rank], self.tp_rank, self.group, fragment)
+
+    def holding(self, name: str, rank: int) -> Holding | None:
+        """What a rank holds of a parameter."""
+        shard_rank = self.shard_rank_of.get(rank)
+        fragment = None if shard_rank is None else self.flat.fragment(name, shard_rank)
+        return None if fragment is None else Holding(rank, self.tp_rank, self.group, fragment)
+
+
+@dataclass(frozen=True)
 class Subject:
     """A parameter to be exported.
 
     Attributes:
         layout: how it is cut.
         states: its states, each a file.
-        holdings: all its fragments on the pipeline stage that exports it.
+        shards: who holds its shards on the pipeline stage that exports it; empty shards are left out.
         owned: whether an optimizer owns it. Copies of what none owns (buffers) may differ; the first one is written, or
             their mean where the layout is an averaged one.
         rounds_alike: whether the gradients of its copies on tensor-parallel ranks are summed in the same order, so that
             intact copies are equal to the last bit.
-        tied_holdings: for each further pipeline stage that keeps a copy (a tied parameter), all fragments there, cut
+        tied_shards: for each further pipeline stage that keeps a copy (a tied parameter), who holds it there, cut
             over TP ranks like the first: compared, never written.
         padding: whether it is the rows that pad a vocabulary, which are in files of ours beside the parameter's own.
     """
 
     layout: Layout
     states: tuple[StateSpec, ...]
-    holdings: tuple[Holding, ...]
+    shards: tuple[ShardGroup, ...]
     owned: bool = True
     rounds_alike: bool = True
-    tied_holdings: tuple[tuple[Holding, ...], ...] = ()
+    tied_shards: tuple[tuple[ShardGroup, ...], ...] = ()
     padding: bool = False
 
     @property
@@ -82,6 +110,23 @@ class Subject:
         """What messages call it."""
         return f"{self.name} (its padding rows)" if self.padding else self.name
 
+    @cached_property
+    def holdings(self) -> tuple[Holding, ...]:
+        """All fragments on the pipeline stage that exports it."""
+        return tuple(holding for shard in self.shards for holding in shard.holdings(self.name))
+
+    @cached_property
+    def tied_holdings(self) -> tuple[tuple[Holding, ...], ...]:
+        """For each further pipeline stage with a copy, all fragments there."""
+        return tuple(
+            tuple(holding for shard in shards for holding in shard.holdings(self.name)) for shards in self.tied_shards
+        )
+
+    def holding(self, rank: int) -> Holding | None:
+        """What a rank of the stage that exports it holds."""
+        found = (shard.holding(self.name, rank) for shard in self.shards)
+        return next((holding for holding in found if holding is not None), None)
+
     def metadata(self) -> dict[str, Any]:
         """The keys beside "param" in its files; none, as from the stock converter, where no optimizer owns it."""
         return self.layout.metadata() if self.owned and not self.padding else {}
@@ -89,9 +134,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements [start, stop) of the file of one state of ``Plan.subjects[subject]``.
+    """Elements [start, stop) of the file of one state of a plan's subject number ``subject``.
 
-    ``writer`` is the rank that writes them, or reads them in a plan that runs backwards.
+    ``writer`` is the rank that writes them, or reads them where ranks read for each other.
     """
 
     subject: int
@@ -114,94 +159,28 @@ class Transfer:
     """The boxes of one holding that lie in one extent.
 
     Attributes:
-        extent: index in :attr:`Plan.extents`.
-        numel: elements of all boxes.
         copy_index: 0 for the copy that is laid down; higher ones are added to it (or, in an inspection, compared with
-            it). A writer takes the copies of an extent in ascending order.
-        round: in which it travels.
+            it).
+        numel: elements of all boxes.
+        backwards: whether it is part of a resume: the extent is read by its writer and travels to the holding.
     """
 
-    extent: int
+    extent: Extent
     holding: Holding
     boxes: tuple[Box, ...]
     numel: int
-    copy_index: int
-    round: int = 0
-
-
-def message_bytes(numel: int, itemsize: int) -> int:
-    """The room a transfer of ``numel`` elements takes in a message."""
-    return -(-numel * itemsize // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every rank does in one export, inspection or resume.
-
-    Attributes:
-        transfers: in the order in which each writer takes them.
-        backwards: whether it is the plan of a resume: extents are read by their writers and travel to the holdings.
-    """
-
-    subjects: tuple[Subject, ...]
-    extents: tuple[Extent, ...]
-    transfers: tuple[Transfer, ...]
+    copy_index: int = 0
     backwards: bool = False
 
-    def writer(self, transfer: Transfer) -> int:
-        return self.extents[transfer.extent].writer
+    @property
+    def sender(self) -> int:
+        return self.extent.writer if self.backwards else self.holding.rank
 
-    def sender(self, transfer: Transfer) -> int:
-        return self.writer(transfer) if self.backwards else transfer.holding.rank
+    @property
+    def receiver(self) -> int:
+        return self.holding.rank if self.backwards else self.extent.writer
 
-    def receiver(self, transfer: Transfer) -> int:
-        return transfer.holding.rank if self.backwards else self.writer(transfer)
-
-    def size(self, transfer: Transfer) -> int:
-        """Bytes the transfer takes in a message."""
-        return message_bytes(transfer.numel, self.extents[transfer.extent].state.live.itemsize)
-
-    @cached_property
-    def rounds(self) -> int:
-        return max((transfer.round for transfer in self.transfers), default=-1) + 1
-
-    @cached_property
-    def bytes_by_writer(self) -> dict[int, int]:
-        """Payload bytes each rank writes; ranks that write none are absent."""
-        written: dict[int, int] = defaultdict(int)
-        for extent in self.extents:
-            written[extent.writer] += extent.nbytes
-        return dict(written)
-
-    @cached_property
-    def bytes_moved(self) -> int:
-        """Bytes that leave one rank for another."""
-        return sum(self.size(t) for t in self.transfers if t.holding.rank != self.writer(t))
-
-    def imbalance(self, world: int) -> float:
-        """Bytes of the busiest writer over the mean of all ``world`` ranks; 1.0 is perfect."""
-        total = sum(self.bytes_by_writer.values())
-        return max(self.bytes_by_writer.values()) * world / total if total else 1.0
-
-    @cached_property
-    def _by_receiver(self) -> dict[int, list[Transfer]]:
-        transfers: dict[int, list[Transfer]] = defaultdict(list)
-        for transfer in self.transfers:
-            transfers[self.receiver(transfer)].append(transfer)
-        return dict(transfers)
-
-    @cached_property
-    def _by_sender(self) -> dict[int, list[Transfer]]:
-        transfers: dict[int, list[Transfer]] = defaultdict(list)
-        for transfer in self.transfers:
-            if self.sender(transfer) != self.receiver(transfer):
-                transfers[self.sender(transfer)].append(transfer)
-        return dict(transfers)
-
-    def incoming(self, rank: int) -> list[Transfer]:
-        """What ``rank`` lays down, its own holdings included, in order."""
-        return self._by_receiver.get(rank, [])
-
-    def outgoing(self, rank: int) -> list[Transfer]:
-        """What ``rank`` sends to other ranks, in order."""
-        return self._by_sender.get(rank, [])
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return self.numel * self.extent.state.live.itemsize

@@ -8,44 +8,38 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 
 from megads_ucp import storage
 from megads_ucp.comm.agreement import check_equal
 from megads_ucp.comm.channel import HOST, Channel
 from megads_ucp.comm.exchange import Exchange
+from megads_ucp.comm.shared_memory import SharedMemory
 from megads_ucp.engine.compat import PICKLED_CLASSES
 from megads_ucp.engine.context import EngineContext
-from megads_ucp.engine.state import EngineState
 from megads_ucp.errors import StorageError, UniversalCheckpointError
-from megads_ucp.plan.save import make_plan
-from megads_ucp.plan.types import Plan
+from megads_ucp.plan.save import SavePlan, make_plan, total_bytes
+from megads_ucp.plan.shares import Dealing
+from megads_ucp.plan.types import Subject, Transfer
 from megads_ucp.save.announce import announce
-from megads_ucp.save.manifest import group_records, manifest, merge_groups
+from megads_ucp.save.commit import Commit
+from megads_ucp.save.frames import Frames, one_file_of_each
 from megads_ucp.save.objects import small_files
-from megads_ucp.save.optimizer_values import (
-    ONLY_WEIGHTS,
-    RankValues,
-    check_nothing_left_out,
-    collect,
-    drift_of,
-    left_out_message,
-    listed,
-    merge,
-)
+from megads_ucp.save.optimizer_values import check_nothing_left_out, collect
 from megads_ucp.save.replicas import Comparison, judge
+from megads_ucp.save.shared_rows import SharedRows
 from megads_ucp.save.snapshot import Snapshot
 from megads_ucp.save.types import ExportReport, ExportRequest
 from megads_ucp.save.vocabulary import words_beyond
-from megads_ucp.save.writer import ExtentWriter
-from megads_ucp.storage.format import OPTIMIZER_STATE, OPTIMIZER_VALUES
-from megads_ucp.storage.values import from_file, to_file
+from megads_ucp.save.writer import TensorWriter
+from megads_ucp.storage.format import OPTIMIZER_STATE
 from megads_ucp.survey import Survey
 
 logger = logging.getLogger("megads_ucp")
@@ -53,13 +47,37 @@ logger = logging.getLogger("megads_ucp")
 _MIB = 1 << 20
 
 
+Remark = Callable[[str], None]
+"""Says something once, on rank 0."""
+
+
 @dataclass(frozen=True)
 class _Prepared:
-    """What follows from a survey alone, and is used again as long as the survey is the same."""
+    """Used again by every export with the same survey and the same choice of files' writers.
+
+    Attributes:
+        survey: of all ranks.
+        dealing: of files to writers.
+        plan: of this rank.
+        frames: of all files.
+        comparison: of the copies that ranks hold.
+        rows: what writers on one host get from shared memory, None where they send it.
+        written, sent: payload bytes that each rank writes, and bytes that it gives to others, by rank.
+    """
 
     survey: Survey
-    plan: Plan
+    dealing: Dealing
+    plan: SavePlan
+    frames: Frames
     comparison: Comparison
+    rows: SharedRows | None
+    written: tuple[int, ...]
+    sent: tuple[int, ...]
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """The other ranks that share memory with this one."""
+        return tuple(sorted(self.rows.peers)) if self.rows is not None else ()
 
 
 class Exporter:
@@ -69,7 +87,6 @@ class Exporter:
         self._context = context
         self.turn = context.turn
         self._prepared: _Prepared | None = None
-        self._writer = ExtentWriter()
         self._warned: set[str] = set()
         self.last_report: ExportReport | None = None
 
@@ -124,9 +141,8 @@ class Exporter:
         absent = state.frozen() if request.exclude_frozen else []
         with report.timed("plan"):
             prepared = self._current(request, absent)
-        plan = prepared.plan
-        report.nbytes, report.nbytes_moved = sum(plan.bytes_by_writer.values()), plan.bytes_moved
-        report.imbalance = plan.imbalance(channel.world)
+        report.nbytes, report.nbytes_moved = sum(prepared.written), sum(prepared.sent)
+        report.imbalance = max(prepared.written) * channel.world / report.nbytes if report.nbytes else 1.0
         with report.timed("snapshot"), channel.agreed("reading the optimizer's state"):
             snapshot = Snapshot(state)
             snapshot.warn_of_rounding(prepared.survey.layouts[state.coordinates.stage])
@@ -134,29 +150,39 @@ class Exporter:
             if self._context.config.strict:
                 check_nothing_left_out(values.left_out, state.facts()["base_optimizer"])
         with report.timed("compare"):
-            drifts = prepared.comparison.run(channel, snapshot.values, self._bucket_bytes)
-            judge(drifts, self._context.config.on_drift, speaks=channel.rank == 0)
-            beyond = words_beyond(channel, plan.subjects, snapshot.values)
-            if beyond is not None and channel.rank == 0:
-                self._warn(beyond)
-        with _staged(channel, request, plan, report) as staging:
-            with report.timed("exchange and write"):
-                records = self._write_tensors(channel, plan, snapshot, staging)
+            self._compare(channel, prepared, snapshot)
+        with (
+            _staged(channel, request, prepared.plan.subjects, report) as staging,
+            closing(self._writer(channel, prepared, snapshot, staging)) as writer,
+        ):
+            with report.timed("write"):
+                records = self._write_tensors(channel, prepared, snapshot, writer)
             with report.timed("small files"), channel.agreed("writing the small files"):
-                for name, value in small_files(request, state, prepared.survey, plan, snapshot, values):
-                    records.append(storage.write_object(staging.path(name), value, root=staging.directory))
-                    if name == OPTIMIZER_STATE:  # a resume must be able to read it without running code
-                        storage.read_object(staging.path(name), PICKLED_CLASSES)
+                files = small_files(request, state, prepared.survey, prepared.plan.subjects, snapshot, values)
+                small = [_write_small_file(staging, name, value) for name, value in files]
             with report.timed("commit"):
-                self._commit(channel, state, plan, values, staging, records, absent, request.latest)
+                commit = Commit(channel, state, prepared.plan.subjects, prepared.frames, staging, self._warn)
+                written = commit.gather(records + small, values)
+                checksums = commit.checksums(written)
+                with channel.agreed("completing the files"):
+                    writer.complete(checksums)
+                sizes = {**writer.sizes(), **{record.path: record.nbytes for record in small}}
+                commit.take_name(sizes, written, absent, request.latest)
         if channel.rank == 0:
             announce(logger, f"universal checkpoint {report}")
         return report
 
+    def _compare(self, channel: Channel, prepared: _Prepared, snapshot: Snapshot) -> None:
+        """Judge copies that have drifted apart, and padding rows that are words."""
+        drifts = prepared.comparison.run(channel, snapshot.values, self._window_bytes)
+        judge(drifts, self._context.config.on_drift, speaks=channel.rank == 0)
+        beyond = words_beyond(channel, prepared.plan.subjects, snapshot.values)
+        if beyond is not None and channel.rank == 0:
+            self._warn(beyond)
+
     @property
-    def _bucket_bytes(self) -> int:
-        """Bytes that one round of an exchange may move: two rounds are in flight at a time."""
-        return self._context.config.bucket_mb * _MIB // 2
+    def _window_bytes(self) -> int:
+        return self._context.config.bucket_mb * _MIB
 
     def _current(self, request: ExportRequest, absent: Collection[str]) -> _Prepared:
         """What the last export prepared, or anew if anything that it depends on has changed on any rank."""
@@ -165,88 +191,52 @@ class Exporter:
             info = request.client_state.get(UNIVERSAL_CHECKPOINT_INFO) or context.state.client_info()
             description = context.describe(info, absent)
         survey = context.survey(description, context.state.first_of_replicas)
-        if self._prepared is None or survey is not self._prepared.survey:
+        shared_files = _files_may_be_shared(
+            channel, context.config.shared_files, request.directory.parent, self._remark
+        )
+        last = self._prepared
+        if last is None or survey is not last.survey or shared_files != last.dealing.shared_files:
             if channel.rank == 0:
                 for warning in survey.warnings:
                     logger.warning("%s", warning)
-            subjects = survey.subjects()
-            plan = make_plan(subjects, channel.world, self._bucket_bytes)
-            self._prepared = _Prepared(survey, plan, Comparison(subjects, channel.rank))
+            self._prepared = _prepare(channel, context.shared_memory(), survey, shared_files, self._remark)
+        assert self._prepared is not None
         return self._prepared
 
+    def _writer(
+        self, channel: Channel, prepared: _Prepared, snapshot: Snapshot, staging: storage.Staging
+    ) -> TensorWriter:
+        near = sorted({channel.rank, *prepared.near})
+        with channel.agreed("preparing to write"):
+            turn = near.index(channel.rank) / len(near)
+            writer = TensorWriter(prepared.plan, prepared.frames, staging, snapshot.values, turn)
+            if prepared.rows is not None:
+                prepared.rows.publish(snapshot.values)
+        return writer
+
     def _write_tensors(
-        self, channel: Channel, plan: Plan, snapshot: Snapshot, staging: storage.Staging
+        self, channel: Channel, prepared: _Prepared, snapshot: Snapshot, writer: TensorWriter
     ) -> list[storage.ExtentRecord]:
-        """Move fragments to their writers and write each extent as soon as it is complete."""
-        with channel.agreed("preparing the exchange"):
-            sink = self._writer.prepare(plan, channel.rank, staging)
+        """Write in place what can be, and meanwhile put the rest together."""
+        rows = prepared.rows
+
+        def source(transfer: Transfer) -> tuple[torch.Tensor, int]:
+            if transfer.sender != channel.rank:
+                assert rows is not None
+                return rows.find(transfer)
+            return snapshot.values(transfer.holding, transfer.extent.state), transfer.holding.fragment.param_start
+
         with channel.agreed("writing"):
-            try:
-                Exchange(channel, plan, snapshot.holding, sink.lay, sink.arrived).run()
-                return sink.finish()
-            finally:
-                sink.abandon()
+            writer.start()
+            Exchange(channel, source, writer.lay, prepared.near, self._window_bytes).run(writer.transfers())
+            return writer.finish()
         raise AssertionError("agreed() lets no failed body pass")
 
-    def _commit(
-        self,
-        channel: Channel,
-        state: EngineState,
-        plan: Plan,
-        values: RankValues,
-        staging: storage.Staging,
-        records: list[storage.ExtentRecord],
-        absent: Collection[str],
-        latest: Path | None,
-    ) -> None:
-        """Complete the files that several ranks wrote, write the manifest, and give the directory its name."""
-        speaks = self._speaks(channel, state, values)
-        gathered = channel.gather(
-            (records, group_records(state) if state.first_of_replicas else [], values if speaks else None)
-        )
-        extents = [record for by_rank, _, _ in gathered or [] for record in by_rank]
-        split: dict[str, int] = {}
-        with channel.agreed("completing the files"):
-            if gathered is not None:
-                split = storage.split_crc32(extents)
-                extents.append(self._write_values([own for _, _, own in gathered if own is not None], state, staging))
-        split = channel.broadcast(split, 0)
-        with channel.agreed("completing the files"):
-            for name, frame in self._writer.split_frames(plan):
-                storage.write_frame(staging.path(name), frame, split[name])
-        with channel.agreed(f"committing {staging.target}"):
-            if gathered is not None:
-                groups = merge_groups(group for _, by_rank, _ in gathered for group in by_rank)
-                files = storage.file_records(self._writer.frames(plan), extents)
-                content = manifest(state, plan, files, groups, absent, staging.run_id, channel.world)
-                storage.write_manifest(staging.directory, content)
-                staging.commit(latest, sizes={file.path: file.nbytes for file in files})
-
-    def _speaks(self, channel: Channel, state: EngineState, values: RankValues) -> bool:
-        """Whether rank 0 needs this rank's values: the first of the replicas speaks for all that have the same."""
-        place = state.coordinates
-        own = [place.stage, place.tp_rank, int(state.first_of_replicas), values.digest()]
-        digests = {(stage, tp): digest for stage, tp, first, digest in channel.all_gather_ints(own) if first}
-        return state.first_of_replicas or digests[place.stage, place.tp_rank] != own[-1]
-
-    def _write_values(
-        self, ranks: list[RankValues], state: EngineState, staging: storage.Staging
-    ) -> storage.ExtentRecord:
-        """Write what the optimizer keeps beside its tensors; warn of what is left out, and of what differs by rank."""
-        groups = merge(ranks)
-        left_out = list(dict.fromkeys(entry for group in groups for entry in group.left_out))
-        if left_out:
-            self._warn(f"{left_out_message(left_out, state.facts()['base_optimizer'])} {ONLY_WEIGHTS}")
-        if drift := drift_of(groups):
-            names = sorted({name for group in groups for name in group.differing_names()})
-            self._warn(
-                f"values of the optimizer that differ between ranks: {listed(drift)}. A resume at the same topology "
-                "gives each rank its own back, another one gives all of them the first rank's.",
-                key=", ".join(names),
-            )
-        record = storage.write_object(staging.path(OPTIMIZER_VALUES), to_file(groups), root=staging.directory)
-        from_file(storage.read_object(staging.path(OPTIMIZER_VALUES)))
-        return record
+    def _remark(self, text: str) -> None:
+        """Say something once, on rank 0."""
+        if self._context.channel.rank == 0 and text not in self._warned:
+            self._warned.add(text)
+            announce(logger, text)
 
     def _warn(self, text: str, key: str | None = None) -> None:
         """Warn once for a key, by default the text."""
@@ -255,9 +245,68 @@ class Exporter:
             logger.warning("%s", text)
 
 
+def _prepare(channel: Channel, memory: SharedMemory, survey: Survey, shared_files: bool, remark: Remark) -> _Prepared:
+    """Plan anew. Collective.
+
+    Args:
+        channel: connects all ranks.
+        memory: that ranks of one host share.
+        survey: of all ranks.
+        shared_files: whether several ranks may write parts of one file.
+        remark: takes why ranks of one host cannot share memory.
+
+    Raises:
+        PlanError: no rank holds some element of a parameter.
+    """
+    with channel.agreed("planning the export"):
+        subjects = survey.subjects()
+        dealing = Dealing.of(total_bytes(subjects), channel.world, shared_files)
+        plan = make_plan(subjects, channel.rank, dealing)
+        comparison = Comparison(subjects, channel.rank)
+        rows = SharedRows(plan, memory)
+    reason = memory.reason
+    if channel.sum_int64(torch.tensor(int(not rows.reserve()))).item():
+        reason = "there is too little memory that they could share"
+    if reason is not None:
+        remark(f"what ranks of one host need of each other travels as messages: {reason}.")
+    written, sent = zip(*channel.all_gather_ints([plan.bytes_written, plan.bytes_sent]), strict=True)
+    shared = rows if reason is None else None
+    return _Prepared(survey, dealing, plan, Frames(subjects), comparison, shared, written, sent)
+
+
+def _files_may_be_shared(channel: Channel, choice: str, directory: Path, remark: Remark) -> bool:
+    """Whether several ranks may write parts of one file. Collective.
+
+    Args:
+        channel: connects all ranks.
+        choice: of the configuration, see ``ExportConfig.shared_files``.
+        directory: in which the files will be.
+        remark: takes why not.
+    """
+    if choice != "auto":
+        return choice == "always"
+    reason: str | None = None
+    with channel.agreed(f"looking at {directory}"):
+        if channel.rank == 0:
+            reason = storage.one_writer_reason(directory)
+    reason = channel.broadcast(reason, 0)
+    if reason is not None:
+        remark(f"every file is written by one rank: {reason}.")
+    return reason is None
+
+
+def _write_small_file(staging: storage.Staging, name: str, value: Any) -> storage.ExtentRecord:
+    record = storage.write_object(staging.path(name), value, root=staging.directory)
+    if name == OPTIMIZER_STATE:  # a resume must be able to read it without running code
+        storage.read_object(staging.path(name), PICKLED_CLASSES)
+    return record
+
+
 @contextmanager
-def _staged(channel: Channel, request: ExportRequest, plan: Plan, report: ExportReport) -> Iterator[storage.Staging]:
-    """A staging directory that rank 0 makes, once all names are known to do, and that every rank has seen.
+def _staged(
+    channel: Channel, request: ExportRequest, subjects: Sequence[Subject], report: ExportReport
+) -> Iterator[storage.Staging]:
+    """A staging directory with all directories in it, made once all names are known to do, that every rank has seen.
 
     It is gone when the body is left, by the commit or because something failed.
     """
@@ -266,11 +315,12 @@ def _staged(channel: Channel, request: ExportRequest, plan: Plan, report: Export
     try:
         with report.timed("stage"), channel.agreed(f"preparing {target}"):
             if channel.rank == 0:
-                names = {subject.name: [state.name for state in subject.states] for subject in plan.subjects}
+                names = {subject.name: [state.name for state in subject.states] for subject in subjects}
                 storage.check_names(storage.Staging(target, run_id).directory, names)
                 staging = storage.Staging.create(target, run_id, request.latest)
         with report.timed("stage"), channel.agreed(f"preparing {target}"):
             joined = storage.Staging.join(target, run_id)
+            joined.make_directories(storage.share(one_file_of_each(subjects), channel.rank, channel.world))
         yield staging or joined
     except BaseException:
         if staging is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -14,7 +14,7 @@ import torch
 
 from megads_ucp import __version__
 from megads_ucp.engine.state import EngineState
-from megads_ucp.plan.types import Plan, Subject
+from megads_ucp.plan.types import Subject
 from megads_ucp.storage import FileRecord, GroupRecord, LayoutRecord, Manifest, ParameterRecord
 
 _VERSIONS = {"megads_ucp": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
@@ -49,7 +49,7 @@ def merge_groups(groups: Iterable[GroupRecord]) -> tuple[GroupRecord, ...]:
 
 def manifest(
     state: EngineState,
-    plan: Plan,
+    subjects: Sequence[Subject],
     files: Iterable[FileRecord],
     groups: tuple[GroupRecord, ...],
     absent: Iterable[str],
@@ -60,7 +60,7 @@ def manifest(
 
     Args:
         state: of the engine, on the rank that writes the manifest.
-        plan: of the export.
+        subjects: every parameter that is exported.
         files: records of all files.
         groups: of all stages.
         absent: names of parameters that were left out on request.
@@ -79,16 +79,16 @@ def manifest(
             "world": world,
         },
         run=state.facts(),
-        parameters=_parameters(plan),
+        parameters=_parameters(subjects),
         absent=tuple(sorted(absent)),
         groups=groups,
         files={file.path: file for file in files},
     )
 
 
-def _parameters(plan: Plan) -> dict[str, ParameterRecord]:
-    padding = {subject.name: subject.layout.shape[0] for subject in plan.subjects if subject.padding}
-    whole = [subject for subject in plan.subjects if not subject.padding]
+def _parameters(subjects: Sequence[Subject]) -> dict[str, ParameterRecord]:
+    padding = {subject.name: subject.layout.shape[0] for subject in subjects if subject.padding}
+    whole = [subject for subject in subjects if not subject.padding]
     return {subject.name: _parameter(subject, padding.get(subject.name, 0)) for subject in whole}
 
 

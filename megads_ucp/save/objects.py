@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from deepspeed.checkpoint.constants import PARAM_GROUPS, UNIVERSAL_CHECKPOINT_IN
 from megads_ucp.engine.state import NO_VALUES, EngineState
 from megads_ucp.layout.info import info_of
 from megads_ucp.layout.layout import Layout
-from megads_ucp.plan.types import Plan
+from megads_ucp.plan.types import Subject
 from megads_ucp.save.optimizer_values import RankValues, steps_of
 from megads_ucp.save.snapshot import Snapshot, held_whole
 from megads_ucp.save.types import ExportRequest
@@ -21,20 +21,25 @@ from megads_ucp.survey import Survey
 
 
 def small_files(
-    request: ExportRequest, state: EngineState, survey: Survey, plan: Plan, snapshot: Snapshot, values: RankValues
+    request: ExportRequest,
+    state: EngineState,
+    survey: Survey,
+    subjects: Sequence[Subject],
+    snapshot: Snapshot,
+    values: RankValues,
 ) -> Iterator[tuple[str, Any]]:
     """Name and content of every small file that this rank writes: the steps of its parameters, and what the first of
     the data-parallel replicas writes for all."""
     steps = steps_of(values)
-    for subject in plan.subjects:
-        first = min(subject.holdings, key=lambda h: (h.tp_rank, h.fragment.param_start), default=None)
+    for subject in subjects:
+        first = next((holding for shard in subject.shards[:1] for holding in shard.holdings(subject.name)), None)
         if not subject.padding and first is not None and first.rank == values.rank and first.group in steps:
             yield state_file(subject.name, STEP), steps[first.group]
     if not state.first_of_replicas:
         return
     place = state.coordinates
     yield model_states_file(place.mp_rank), _model_state(request, state, survey.layouts[place.stage])
-    if place.tp_rank == 0 and (exact := _exact_values(snapshot, plan)):
+    if place.tp_rank == 0 and (exact := _exact_values(snapshot, subjects)):
         yield exact_file(place.stage), exact
     if (place.stage, place.tp_rank) == (0, 0):
         common = state.common_optimizer_state()
@@ -45,9 +50,9 @@ def small_files(
         yield OPTIMIZER_STATE, common
 
 
-def _exact_values(snapshot: Snapshot, plan: Plan) -> dict[str, torch.Tensor]:
+def _exact_values(snapshot: Snapshot, subjects: Sequence[Subject]) -> dict[str, torch.Tensor]:
     """What fp32 cannot hold and every tensor-parallel rank holds whole, beside its rounded copy in zero/."""
-    whole = {subject.name for subject in plan.subjects if not subject.owned and held_whole(subject.layout)}
+    whole = {subject.name for subject in subjects if not subject.owned and held_whole(subject.layout)}
     return {name: value.cpu().clone() for name, value in snapshot.inexact.items() if name in whole}
 
 

@@ -30,10 +30,10 @@ from megads_ucp.plan.replicas import (
     ReplicaBlock,
     contributions,
     holder_of,
-    make_inspection_plan,
+    inspection,
     replica_blocks,
 )
-from megads_ucp.plan.types import Holding, Plan, StateSpec, Subject, Transfer
+from megads_ucp.plan.types import Holding, StateSpec, Subject, Transfer
 
 logger = logging.getLogger("megads_ucp")
 
@@ -55,7 +55,7 @@ _MOST_LISTED = 5
 
 
 Values = Callable[[Holding, StateSpec], torch.Tensor]
-"""The 1-D values, in host memory, of one of this rank's holdings in some state."""
+"""The 1-D values, on any device, of one of this rank's holdings in some state."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,13 @@ class Comparison:
         self._blocks = replica_blocks(subjects)
         self._contributions = contributions(subjects, self._blocks, rank)
 
-    def run(self, channel: Channel, values: Values, bucket_bytes: int) -> tuple[Drift, ...]:
+    def run(self, channel: Channel, values: Values, window_bytes: int) -> tuple[Drift, ...]:
         """What has drifted, the same on every rank. Collective.
 
         Args:
             channel: the process group.
             values: see :data:`Values`.
-            bucket_bytes: bytes per rank and direction that one round of an inspection may move.
+            window_bytes: of messages under way, see :class:`Exchange`.
 
         Raises:
             Disagreement: some rank's values cannot be read.
@@ -138,10 +138,9 @@ class Comparison:
         suspects = [block for block in self._blocks if len(set(total[block.slots])) > 1]
         if not suspects:
             return ()
-        judge = _Judge(make_inspection_plan(self._subjects, suspects, bucket_bytes), suspects)
+        judge = _Judge(self._subjects)
         with channel.agreed("comparing the copies of parameters"):
-            source = lambda transfer, extent: values(transfer.holding, extent.state)  # noqa: E731
-            Exchange(channel, judge.plan, source, judge.lay, judge.arrived).run()
+            judge.run(channel, inspection(self._subjects, suspects, channel.rank), values, window_bytes)
         findings = channel.gather(judge.found)
         merged: tuple[Drift, ...] = _merged([drift for found in findings or [] for drift in found])
         drifted: tuple[Drift, ...] = channel.broadcast(merged, 0)
@@ -155,7 +154,7 @@ class Comparison:
             held = values(contribution.holding, contribution.state)
             bits = held.view(_BITS[held.element_size()])
             for box in contribution.boxes:
-                part = _folded(box.shard_view(bits, contribution.holding.fragment.param_start))
+                part = _folded(box.shard_view(bits, contribution.holding.fragment.param_start).cpu())
                 sums[contribution.slot] += (part * box.full_view(weights, contribution.start)).sum()
         return sums
 
@@ -178,26 +177,32 @@ def _weights() -> torch.Tensor:
 class _Judge:
     """Takes the replicas of blocks as they arrive, and notes how each differs from the first."""
 
-    def __init__(self, plan: Plan, blocks: Sequence[ReplicaBlock]) -> None:
-        self.plan, self._blocks = plan, blocks
-        self._first: dict[int, torch.Tensor] = {}
+    def __init__(self, subjects: Sequence[Subject]) -> None:
+        self._subjects = subjects
+        self._blocks: dict[int, ReplicaBlock] = {}
+        self._current: ReplicaBlock | None = None
+        self._first = torch.empty(0)
         self.found: list[Drift] = []
 
-    def lay(self, transfer: Transfer, values: list[torch.Tensor]) -> None:
-        block = self._blocks[transfer.extent]
-        if transfer.extent not in self._first:
-            self._first[transfer.extent] = torch.empty(block.stop - block.start, dtype=torch.float64)
+    def run(
+        self, channel: Channel, inspected: Sequence[tuple[ReplicaBlock, Transfer]], values: Values, window_bytes: int
+    ) -> None:
+        self._blocks = {id(transfer): block for block, transfer in inspected}
+        source = lambda t: (values(t.holding, t.extent.state), t.holding.fragment.param_start)  # noqa: E731
+        Exchange(channel, source, self._lay, window_bytes=window_bytes).run(transfer for _, transfer in inspected)
+
+    def _lay(self, transfer: Transfer, values: list[torch.Tensor]) -> None:
+        block = self._blocks[id(transfer)]
+        if block is not self._current:
+            self._current, self._first = block, torch.empty(block.stop - block.start, dtype=torch.float64)
         for box, value in zip(transfer.boxes, values, strict=True):
-            first = box.full_view(self._first[transfer.extent], block.start)
+            first = box.full_view(self._first, block.start)
             # Of a scaled piece each rank may hold another multiple, rounded in its own way.
             copy = value.double() if box.scale == 1.0 else (value.float() / box.scale).double()
             if transfer.copy_index == 0:
                 first.copy_(copy)
             else:
-                self._compare(block, block.replicas[transfer.copy_index], box, first, copy)
-
-    def arrived(self, extent: int) -> None:
-        self._first.pop(extent, None)
+                self._compare(block, block.replicas[transfer.copy_index], box, first, copy.cpu())
 
     def _compare(
         self, block: ReplicaBlock, replica: Replica, box: Box, first: torch.Tensor, copy: torch.Tensor
@@ -209,7 +214,7 @@ class _Judge:
         worst = int(distance.argmax())  # a NaN, if there is one
         inner = index_of(worst, box.shape)
         element = box.full_offset + sum(i * stride for i, stride in zip(inner, box.full_strides, strict=True))
-        subject = self.plan.subjects[block.subject]
+        subject = self._subjects[block.subject]
         drift = Drift(
             parameter=subject.title,
             state=block.state.name,

@@ -11,24 +11,24 @@ import torch
 from megads_ucp.engine.state import EngineState
 from megads_ucp.errors import PlanError
 from megads_ucp.layout.layout import Layout
-from megads_ucp.plan.types import UNOWNED, Extent, Holding, StateSpec, Transfer
+from megads_ucp.plan.types import UNOWNED, Holding, StateSpec
 
 logger = logging.getLogger("megads_ucp")
 
 
 class Snapshot:
-    """The values one export sends: views of the live state where it is in host memory, one copy of it elsewhere."""
+    """The values one export sends: views of the live state, on the device where it is."""
 
     def __init__(self, engine: EngineState) -> None:
         self._groups = [
-            {name: state.detach().to("cpu") for name, state in group.sharded_states().items()}
-            for group in engine.groups
+            {name: state.detach() for name, state in group.sharded_states().items()} for group in engine.groups
         ]
-        unowned = engine.unowned() if engine.groups[0].shard_rank == 0 else {}
-        # Flat views, which cost nothing: a frozen model is large, and is asked for a bucket at a time.
-        self._unowned = {name: value.detach().reshape(-1) for name, value in unowned.items()}
-        self.inexact = {name: value.detach() for name, value in unowned.items() if not _fp32_holds(value)}
-        """Of buffers and frozen parameters, those with values that fp32, and so the format, cannot hold, by name."""
+        unowned = {name: value.detach() for name, value in engine.unowned().items()}
+        self._unowned = {name: value.reshape(-1) for name, value in unowned.items()}
+        inexact = {name: value for name, value in unowned.items() if not _fp32_holds(value)}
+        self.inexact = inexact if engine.first_of_replicas else {}
+        """Of buffers and frozen parameters, those with values that fp32, and so the format, cannot hold, by name, on
+        the rank that speaks for its replicas."""
 
     def warn_of_rounding(self, layouts: Mapping[str, Layout]) -> None:
         """Name what the universal format rounds and no file of ours keeps.
@@ -43,22 +43,18 @@ class Snapshot:
                 ", ".join(cut),
             )
 
-    def holding(self, transfer: Transfer, extent: Extent) -> torch.Tensor:
-        """The values of one transfer's holding; see :meth:`values`."""
-        return self.values(transfer.holding, extent.state)
-
     def values(self, holding: Holding, state: StateSpec) -> torch.Tensor:
         """The 1-D values of one of this rank's own holdings in a state.
 
-        What no optimizer owns comes as the model has it, on its device and in its dtype; copying it into a message or
-        an extent makes it fp32, as the stock converter writes it (ds_to_universal.main, "fp32_path").
+        What no optimizer owns comes as the model has it, in its dtype; copying it into a message or an extent makes it
+        fp32, as the stock converter writes it (ds_to_universal.main, "fp32_path").
 
         Raises:
             PlanError: the optimizer no longer has the state.
         """
         group, fragment = holding.group, holding.fragment
         if group == UNOWNED:
-            return self._unowned[fragment.name]
+            return self._unowned[fragment.name].narrow(0, fragment.param_start, fragment.numel)
         states = self._groups[group]
         if state.name not in states:
             raise PlanError(f"the optimizer has no state {state.name} for parameter {fragment.name} any more.")

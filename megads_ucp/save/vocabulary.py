@@ -74,7 +74,7 @@ def _rows_in_use(subject: Subject, state: StateSpec, rank: int, values: Values) 
         start = holding.fragment.param_start
         boxes = layout.runs(holding.tp_rank, start, holding.fragment.numel) if holding.rank == rank else ()
         if boxes:
-            held = values(holding, state) != 0
+            held = (values(holding, state) != 0).cpu()
             for box in boxes:
                 box.full_view(used, 0).copy_(box.shard_view(held, start))
     return used.view(layout.shape[0], -1).any(1).long()

@@ -121,21 +121,6 @@ def fsync_directories(paths: Iterable[Path]) -> None:
                     raise
 
 
-def fsync_tree(root: Path) -> None:
-    """Make the names inside a directory, and inside all directories below it, durable.
-
-    Raises:
-        StorageError: the tree is gone or has changed meanwhile, or the disk reports an error.
-    """
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    with storage_errors("list", root):
-        directories = sorted(Path(path) for path, _, _ in os.walk(root, onerror=fail))
-    fsync_directories(directories)
-
-
 def write_latest(path: Path, name: str, run_id: str) -> None:
     """Make the one-line file ``path`` hold ``name``, atomically and durably, as DeepSpeed's loader reads it.
 

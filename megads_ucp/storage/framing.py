@@ -5,6 +5,8 @@
 uncompressed and aligned (record ``data/0``), then the directory. Everything before the payload depends on shape, dtype
 and metadata only; what follows holds the payload's CRC-32 in two places, where it is filled in once it is known. So a
 tensor can be streamed into its file, or written by several ranks, and the result is an ordinary file of ``torch.save``.
+
+A large payload begins on a page, so that writers who cut it at multiples of a page share no page of the file.
 """
 
 from __future__ import annotations
@@ -18,6 +20,16 @@ from typing import Any
 
 import torch
 from torch.utils.serialization import config
+
+PAYLOAD_ALIGNMENT = 4096
+"""What the offset of a large payload in its file is a multiple of, in bytes: a page.
+
+It is torch's own ``save.storage_alignment`` (torch 2.7, torch/utils/serialization/config.py), which torch writes into
+the file, too, and pads every record to (torch/csrc: PyTorchStreamWriter). A file is some 30 kB larger for it.
+"""
+
+ALIGNED_FROM = 4 << 20
+"""Bytes from which on a payload is large: the 30 kB are less than a hundredth of it."""
 
 _PAYLOAD_RECORD = b"archive/data/0"  # PyTorchFileWriter names the archive "archive" when it writes to a Python object
 _DESCRIPTOR = b"PK\x07\x08"  # zip data descriptor: signature, CRC-32, sizes
@@ -63,11 +75,11 @@ class Frame:
         """CRC-32 of prefix + suffix as they are."""
         return zlib.crc32(self.suffix, zlib.crc32(self.prefix))
 
-    def with_crc(self, crc32: int) -> Frame:
+    def with_crc(self, payload_crc32: int) -> Frame:
         """The same frame with the payload's CRC-32 filled in."""
         suffix = bytearray(self.suffix)
         for position in self.crc_positions:
-            struct.pack_into("<I", suffix, position, crc32)
+            struct.pack_into("<I", suffix, position, payload_crc32)
         return replace(self, suffix=bytes(suffix))
 
 
@@ -98,7 +110,7 @@ def frame(shape: tuple[int, ...], dtype: torch.dtype, metadata: Mapping[str, Any
     """The frame of ``torch.save({"param": tensor, **metadata}, file)`` for a contiguous CPU tensor.
 
     Takes a fraction of a millisecond and no memory, whatever the size of the tensor. Equals what ``torch.save`` writes
-    to a file object but for ``.data/serialization_id``, a hash that leaves the payload out here.
+    to a file object at this alignment but for ``.data/serialization_id``, a hash that leaves the payload out here.
 
     Args:
         shape: of the tensor.
@@ -114,7 +126,10 @@ def frame(shape: tuple[int, ...], dtype: torch.dtype, metadata: Mapping[str, Any
     tensor = _untouched_tensor(shape, dtype)
     sink = _HoledSink()
     # CRCs of the small records: a program may have switched them off for its own files, where testzip then fails.
-    with torch.serialization.skip_data(), config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"save.compute_crc32": True}
+    if tensor.untyped_storage().nbytes() >= ALIGNED_FROM:
+        options["save.storage_alignment"] = PAYLOAD_ALIGNMENT
+    with torch.serialization.skip_data(), config.patch(options):  # type: ignore[attr-defined]
         torch.save({"param": tensor, **metadata}, sink)  # type: ignore[arg-type]
     payload_bytes = tensor.untyped_storage().nbytes()
     if sink.holes != ([payload_bytes] if payload_bytes else []):

@@ -2,12 +2,14 @@
 """A checkpoint directory that appears whole or not at all.
 
 An export to ``<parent>/<name>`` claims the target (claims.py), is written into ``<parent>/.<name>.staging-<run id>``
-and is committed in this order:
+and is completed in this order:
 
-1. all directories of the tree are made durable (the files already are);
-2. the directory takes its name. If the name is free, by ``rename``. If an older export has it, the two names are
-   exchanged atomically (``renameat2`` with RENAME_EXCHANGE; Linux, most local and some network file systems). Where
-   that is not available: the older one is renamed to ``.<name>.replaced-<run id>``, then the new one takes the name;
+1. the ranks settle it, each its share: all files are there, and the directories below are made durable (the files
+   already are);
+2. one rank commits it: the directory itself is made durable and takes its name. If the name is free, by
+   ``rename``. If an older export has it, the two names are exchanged atomically (``renameat2`` with RENAME_EXCHANGE;
+   Linux, most local and some network file systems). Where that is not available: the older one is renamed to
+   ``.<name>.replaced-<run id>``, then the new one takes the name;
 3. the file that names the latest checkpoint is replaced;
 4. the older export is deleted, then the claim.
 
@@ -23,13 +25,14 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from megads_ucp.errors import StorageError
 from megads_ucp.storage.claims import Claim, read_claim
-from megads_ucp.storage.durable import fsync_directories, fsync_tree, storage_errors, write_latest
+from megads_ucp.storage.durable import fsync_directories, storage_errors, write_latest
 from megads_ucp.storage.leftovers import REPLACED, RUN_ID, STAGING, WRITER, beside, clear, delete
 from megads_ucp.storage.names import check_target
 
@@ -42,10 +45,15 @@ _AT_FDCWD = -100  # linux/fcntl.h
 _ATTEMPTS = 10
 """How often a name is tried that another job keeps taking or giving away in between."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Staging:
-    """An export in the making. One rank creates it and all others join it, then all write, then one commits.
+    """An export in the making.
+
+    One rank creates it, all others join it. Then, each step once all ranks are done with the one before: the ranks make
+    the directories, write, and settle what they wrote, each its share; one commits.
 
     Attributes:
         target: path of the directory once it is complete.
@@ -117,21 +125,18 @@ class Staging:
             time.sleep(0.05)
         return staging
 
-    def path(self, relative: str) -> Path:
-        """Where to write a file, after making the directories on the way.
+    def make_directories(self, names: Iterable[str]) -> None:
+        """Make the directories on the way to some files. Several ranks may make the same ones at once.
 
         Args:
-            relative: path within the checkpoint, with slashes.
+            names: paths of the files within the checkpoint, with slashes.
 
         Raises:
-            StorageError: the path leaves the checkpoint, or the staging directory has vanished.
+            StorageError: a path leaves the checkpoint, the staging directory has vanished, or the operating system
+                refuses.
         """
-        parts = PurePosixPath(relative)
-        if parts.is_absolute() or ".." in parts.parts or not parts.parts:
-            raise StorageError(f"{relative!r} is no path within a checkpoint directory")
-        path = self.directory
-        for part in parts.parts[:-1]:
-            path = path / part
+        for name in directories_of(names):
+            path = self.directory / name
             with storage_errors("create", path):
                 # One level at a time below a root that must be there: parents=True would quietly start a deleted
                 # checkpoint anew, without the files written so far.
@@ -140,7 +145,39 @@ class Staging:
                 except FileExistsError:
                     if not path.is_dir():
                         raise
-        return path / parts.name
+
+    def path(self, name: str) -> Path:
+        """Where to write a file, once :meth:`make_directories` has made its directories.
+
+        Args:
+            name: path within the checkpoint, with slashes.
+
+        Raises:
+            StorageError: the path leaves the checkpoint.
+        """
+        return self.directory / _within(name)
+
+    def settle(self, sizes: Mapping[str, int], directories: Iterable[str]) -> None:
+        """Check that some files are all there, and make the names inside some directories durable.
+
+        Call it once the writes of all ranks have returned. The ranks together settle every file, and every directory
+        but the staging directory itself, which the commit sees to.
+
+        Args:
+            sizes: of files, in bytes by path within the checkpoint: something may have deleted some of them meanwhile.
+            directories: by path within the checkpoint (:func:`directories_of`).
+
+        Raises:
+            StorageError: a file is missing or of another size, a directory is gone, or the disk reports an error.
+        """
+        self._check_visible()
+        for name, nbytes in sizes.items():
+            path = self.path(name)
+            with storage_errors("complete", path):
+                found = os.stat(path).st_size
+            if found != nbytes:
+                raise StorageError(f"{path} has {found} bytes instead of {nbytes}: something else has written to it")
+        fsync_directories(map(self.path, directories))
 
     def discard(self) -> None:
         """Delete an export that will not be committed. Never raises: it is called when something else went wrong."""
@@ -151,33 +188,21 @@ class Staging:
         if self._claim is not None:
             self._claim.release()
 
-    def commit(
-        self,
-        latest: Path | None,
-        *,
-        sizes: Mapping[str, int] | None = None,
-        exchange: Callable[[Path, Path], bool] | None = None,
-    ) -> None:
+    def commit(self, latest: Path | None, *, exchange: Callable[[Path, Path], bool] | None = None) -> None:
         """Give the finished directory its name, durably, then make ``latest`` name it (see the module's docstring).
 
-        Call it on one rank, after the writes of every rank have returned.
+        Call it on one rank, once all ranks have settled their shares.
 
         Args:
             latest: file that is to hold the target's path, relative to the file's directory if the target lies in it;
                 None: no such file is written.
-            sizes: of the files that must be there, in bytes by path within the checkpoint: something may have deleted
-                some of them meanwhile.
             exchange: swaps two names, or returns False where it cannot; :func:`rename_exchange` unless given.
 
         Raises:
             StorageError: a step failed; the export under the target's name, older or new, is complete all the same.
         """
-        if not self._visible():
-            raise StorageError(
-                f"{self.directory} vanished while it was written: was it deleted by a rotation policy, or by hand?"
-            )
-        self._check_sizes(sizes or {})
-        fsync_tree(self.directory)
+        self._check_visible()
+        fsync_directories([self.directory])
         older = self._take_name(exchange or rename_exchange)
         try:
             if latest is not None:
@@ -188,14 +213,6 @@ class Staging:
             if older is not None:
                 delete(older)
             self._release()
-
-    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
-        for name, nbytes in sizes.items():
-            path = self.directory / name
-            with storage_errors("complete", path):
-                found = os.stat(path).st_size
-            if found != nbytes:
-                raise StorageError(f"{path} has {found} bytes instead of {nbytes}: something else has written to it")
 
     def _take_name(self, exchange: Callable[[Path, Path], bool]) -> Path | None:
         """Give the directory its name, durably; return where an older export of that name is now, if there was one."""
@@ -223,8 +240,32 @@ class Staging:
         fsync_directories([self.target.parent])
         return aside
 
+    def _check_visible(self) -> None:
+        if not self._visible():
+            raise StorageError(
+                f"{self.directory} vanished while it was written: was it deleted by a rotation policy, or by hand?"
+            )
+
     def _visible(self) -> bool:
         return read_claim(beside(self.target, WRITER, self.run_id)) is not None and self.directory.is_dir()
+
+
+def directories_of(names: Iterable[str]) -> list[str]:
+    """All directories on the way to some files of a checkpoint, outer ones before inner ones, without the checkpoint's.
+
+    Args:
+        names: paths of the files within the checkpoint, with slashes.
+
+    Raises:
+        StorageError: a path leaves the checkpoint.
+    """
+    folders = {_within(name).parent for name in names}
+    return sorted({str(outer) for folder in folders for outer in (folder, *folder.parents)} - {"."})
+
+
+def share(items: Sequence[T], rank: int, world: int) -> Sequence[T]:
+    """What one of ``world`` ranks gets of ``items``: neighbours, as many as any other rank or one more."""
+    return items[len(items) * rank // world : len(items) * (rank + 1) // world]
 
 
 def rename_exchange(a: Path, b: Path) -> bool:
@@ -242,3 +283,10 @@ def rename_exchange(a: Path, b: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), os.fspath(a), None, os.fspath(b))
+
+
+def _within(name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise StorageError(f"{name!r} is no path within a checkpoint directory")
+    return path

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from megads_ucp.errors import StorageError
-from megads_ucp.storage.checksum import BLOCK_BYTES, block_sizes
+from megads_ucp.storage.checksum import BLOCK_BYTES, block_sizes, crc32
 from megads_ucp.storage.durable import descriptor, pread_all, ranges, storage_errors
 from megads_ucp.storage.records import FileRecord
 
@@ -83,19 +82,19 @@ def _block_ranges(record: FileRecord) -> Iterator[tuple[int, int, int]]:
     """(first byte in the file, byte after the last, recorded CRC-32) of every block of the payload."""
     for start, nbytes, block_crc32 in record.extents:
         begin = record.payload_offset + start
-        for size, crc32 in zip(block_sizes(nbytes), block_crc32, strict=True):
-            yield begin, begin + size, crc32
+        for size, expected in zip(block_sizes(nbytes), block_crc32, strict=True):
+            yield begin, begin + size, expected
             begin += size
 
 
-def _crc32_of_range(fd: int, start: int, stop: int, crc32: int = 0) -> int:
-    """CRC-32 of bytes [start, stop) of a file, continuing ``crc32``."""
+def _crc32_of_range(fd: int, start: int, stop: int, value: int = 0) -> int:
+    """CRC-32 of bytes [start, stop) of a file, continuing ``value``."""
     buffer = memoryview(bytearray(min(BLOCK_BYTES, stop - start)))
     while start < stop:
         piece = buffer[: stop - start]
         count = pread_all(fd, piece, start)
         if not count:
             raise OSError(f"the file ends at byte {start} while it is being read")
-        crc32 = zlib.crc32(piece[:count], crc32)
+        value = crc32(piece[:count], value)
         start += count
-    return crc32
+    return value

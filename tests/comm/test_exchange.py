@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
+import sys
 import time
+import zipfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,18 +23,24 @@ from deepspeed.checkpoint.affine import segmented_map
 from megads_ucp import storage
 from megads_ucp.comm.channel import Channel
 from megads_ucp.comm.exchange import Exchange
+from megads_ucp.comm.shared_memory import SharedMemory
 from megads_ucp.errors import ChannelError, Disagreement, UniversalCheckpointError
 from megads_ucp.layout.layout import build_layout
 from megads_ucp.layout.rule import Rule
-from megads_ucp.plan.save import make_plan
-from megads_ucp.plan.types import Extent, Plan, Transfer
-from megads_ucp.save.writer import ExtentWriter, file_name
+from megads_ucp.plan.save import SavePlan, make_plan, total_bytes
+from megads_ucp.plan.shares import Dealing
+from megads_ucp.plan.types import Holding, StateSpec, Subject, Transfer
+from megads_ucp.save.frames import Frames, file_name
+from megads_ucp.save.replicas import Values
+from megads_ucp.save.shared_rows import SharedRows
+from megads_ucp.save.writer import TensorWriter
+from megads_ucp.storage.format import state_file
 from tests.support.jobs import ADAM, MIXED, Job, replicated, values_of
 from tests.support.ranks import run_ranks
 
-Source = Callable[[Transfer, Extent], torch.Tensor]
-
 PATIENT = 60.0  # minutes; longer than a job may take, so that one that waits for it fails
+
+SMALL = Dealing(grain_bytes=40)
 
 
 def model(tp_degree: int, degree: int, states=MIXED) -> Job:
@@ -49,34 +59,46 @@ def model(tp_degree: int, degree: int, states=MIXED) -> Job:
     return Job(owned, unowned, states, tp_degree, degree)
 
 
-def true_source(plan: Plan) -> Source:
-    def source(transfer: Transfer, extent: Extent) -> torch.Tensor:
-        subject, fragment = plan.subjects[extent.subject], transfer.holding.fragment
-        shard = values_of(subject, extent.state, seed=extent.subject).shards[transfer.holding.tp_rank]
-        return shard[fragment.param_start : fragment.param_start + fragment.numel]
+def true_values(subjects: tuple[Subject, ...]) -> Values:
+    """What a rank holds."""
+    of_name = {subject.name: (number, subject) for number, subject in enumerate(subjects)}
 
-    return source
+    def values(holding: Holding, state: StateSpec) -> torch.Tensor:
+        number, subject = of_name[holding.fragment.name]
+        shard = values_of(subject, state, seed=number).shards[holding.tp_rank]
+        return shard[holding.fragment.param_start :][: holding.fragment.numel]
+
+    return values
 
 
-def export(channel: Channel, plan: Plan, target: Path, source: Source) -> list[storage.ExtentRecord]:
+def export(
+    channel: Channel, plan: SavePlan, target: Path, values: Values, window_bytes: int = 1 << 20, shared: bool = False
+) -> list[storage.ExtentRecord]:
     """What the exporter does between the plan and the manifest."""
+    rows = SharedRows(plan, SharedMemory(channel, shared))
     with channel.agreed("preparing"):
         if channel.rank == 0:
             storage.Staging.create(target, "run")
-    staging, writer = storage.Staging.join(target, "run"), ExtentWriter()
-    sink = writer.prepare(plan, channel.rank, staging)
-    with channel.agreed("writing"):
-        try:
-            Exchange(channel, plan, source, sink.lay, sink.arrived).run()
-            records = sink.finish()
-        finally:
-            sink.abandon()
-    gathered = channel.gather(records)
-    split = {} if gathered is None else storage.split_crc32(itertools.chain.from_iterable(gathered))
-    split = channel.broadcast(split, 0)
-    for name, frame in writer.split_frames(plan):
-        storage.write_frame(staging.path(name), frame, split[name])
-    channel.agree(None, "completing")
+        assert rows.reserve()
+        rows.publish(values)
+    staging = storage.Staging.join(target, "run")
+    staging.make_directories(file_name(plan.subjects, piece.extent) for piece in plan.writes)
+    writer = TensorWriter(plan, Frames(plan.subjects), staging, values, turn=channel.rank / channel.world)
+
+    def source(transfer: Transfer) -> tuple[torch.Tensor, int]:
+        if transfer.sender != channel.rank:
+            return rows.find(transfer)
+        return values(transfer.holding, transfer.extent.state), transfer.holding.fragment.param_start
+
+    with closing(writer):
+        with channel.agreed("writing"):
+            writer.start()
+            Exchange(channel, source, writer.lay, rows.peers, window_bytes).run(writer.transfers())
+            records = writer.finish()
+        gathered = channel.gather(records)
+        split = {} if gathered is None else storage.split_crc32(itertools.chain.from_iterable(gathered))
+        writer.complete(channel.broadcast(split, 0))
+        channel.agree(None, "completing")
     return records
 
 
@@ -89,12 +111,12 @@ class Failure:
 
 
 def failing_export(
-    target: Path, job: Job, wrap: Callable[[Plan, Source, int], Source], timeout_minutes: float = PATIENT
+    target: Path, job: Job, wrap: Callable[[Values, int], Values], timeout_minutes: float = PATIENT
 ) -> Failure:
-    channel, plan = Channel(timeout_minutes), make_plan(job.subjects(), job.world, 256)
-    source = wrap(plan, true_source(plan), channel.rank)
+    channel = Channel(timeout_minutes)
+    plan = make_plan(job.subjects(), channel.rank, SMALL)
     with pytest.raises(UniversalCheckpointError) as failure:
-        export(channel, plan, target, source)
+        export(channel, plan, target, wrap(true_values(plan.subjects), channel.rank), window_bytes=64)
     return Failure(failure.type, str(failure.value))
 
 
@@ -102,51 +124,72 @@ def failing_export(
 
 
 @pytest.mark.parametrize(("tp_degree", "degree"), [(1, 3), (2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize(("bucket", "least_rounds"), [(64, 15), (1 << 20, 1)])
-def test_every_file_holds_the_values_of_the_ranks(tmp_path, tp_degree, degree, bucket, least_rounds):
+@pytest.mark.parametrize(("window", "shared"), [(8, False), (1 << 20, False), (8, True)])
+def test_every_file_holds_the_values_of_the_ranks(tmp_path, tp_degree, degree, window, shared):
     job = model(tp_degree, degree)
     target = tmp_path / "checkpoint"
-    plan = make_plan(job.subjects(), job.world, bucket)
-    assert plan.rounds >= least_rounds
+    subjects = job.subjects()
 
-    def body() -> int:
-        records = export(Channel(PATIENT), plan, target, true_source(plan))
-        return sum(record.nbytes for record in records)
+    def body() -> tuple[int, int]:
+        channel = Channel(PATIENT)
+        plan = make_plan(subjects, channel.rank, SMALL)
+        records = export(channel, plan, target, true_values(subjects), window, shared)
+        return sum(record.nbytes for record in records), sum(bool(piece.extent.start) for piece in plan.writes)
 
-    written = run_ranks(body, job.world)
+    written, later = zip(*run_ranks(body, job.world), strict=True)
 
-    assert sum(written) == sum(extent.nbytes for extent in plan.extents)
-    assert any(extent.start for extent in plan.extents) == (job.world > 2), "the embedding should have several writers"
-    for extent in plan.extents:
-        if extent.start == 0:
-            subject = plan.subjects[extent.subject]
-            values = values_of(subject, extent.state, seed=extent.subject)
-            path = storage.Staging(target, "run").path(file_name(plan, extent))
+    assert sum(written) == total_bytes(subjects)
+    assert sum(later) > 3, "some files should have several writers"
+    for number, subject in enumerate(subjects):
+        for state in subject.states:
+            values = values_of(subject, state, seed=number)
+            path = storage.Staging(target, "run").path(state_file(subject.name, state.name))
+            assert zipfile.ZipFile(path).testzip() is None
             loaded = torch.load(path, weights_only=False)["param"]
-            assert loaded.dtype == extent.state.written
+            assert loaded.dtype == state.written
             assert torch.equal(loaded, values.full.view(subject.layout.shape)), path
 
 
-def test_an_engine_can_export_again_over_the_same_channel(tmp_path):
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_engine_can_export_again_over_the_same_channel(tmp_path, shared):
     job = model(2, 1)
 
     def body() -> list[int]:
-        channel, plan = Channel(PATIENT), make_plan(job.subjects(), job.world, 128)
-        return [len(export(channel, plan, tmp_path / name, true_source(plan))) for name in ("first", "second")]
+        channel = Channel(PATIENT)
+        plan = make_plan(job.subjects(), channel.rank, SMALL)
+        values = true_values(plan.subjects)
+        return [len(export(channel, plan, tmp_path / name, values, shared=shared)) for name in ("first", "second")]
 
     for first, second in run_ranks(body, 2):
         assert first == second > 0
+
+
+def test_files_that_wait_for_their_checksum_take_no_more_descriptors_than_there_are(tmp_path):
+    layouts = tuple(build_layout(f"column{index}", Rule("split", "test", dim=0), [(6, 5)] * 2) for index in range(40))
+    job = Job(layouts, (), ADAM, tp_degree=2, degree=1)
+
+    def body() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40,) * 2)
+        channel = Channel(PATIENT)
+        plan = make_plan(job.subjects(), channel.rank, SMALL)
+        export(channel, plan, tmp_path / "checkpoint", true_values(plan.subjects))
+
+    run_ranks(body, 2)
+    for number, subject in enumerate(job.subjects()):
+        path = storage.Staging(tmp_path / "checkpoint", "run").path(state_file(subject.name, "exp_avg"))
+        values = values_of(subject, ADAM[1], seed=number)
+        assert torch.equal(torch.load(path)["param"], values.full.view(subject.layout.shape))
 
 
 # ---- failures ----
 
 
 def test_a_source_that_fails_on_one_rank_fails_the_export_on_all_and_nobody_hangs(tmp_path):
-    def broken(plan: Plan, source: Source, rank: int) -> Source:
-        def failing(transfer: Transfer, extent: Extent) -> torch.Tensor:
-            if rank == 1 and plan.subjects[extent.subject].name == "embedding":
+    def broken(values: Values, rank: int) -> Values:
+        def failing(holding: Holding, state: StateSpec) -> torch.Tensor:
+            if rank == 1 and sys._getframe(1).f_code.co_name == "source":
                 raise KeyError("the optimizer was replaced")
-            return source(transfer, extent)
+            return values(holding, state)
 
         return failing
 
@@ -160,14 +203,18 @@ def test_a_lay_that_fails_on_one_rank_fails_the_export_on_all_and_nobody_hangs()
     job = model(2, 2)
 
     def body() -> str:
-        channel, plan = Channel(PATIENT), make_plan(job.subjects(), job.world, 64)
+        channel = Channel(PATIENT)
+        plan = make_plan(job.subjects(), channel.rank, SMALL)
+        values = true_values(plan.subjects)
 
-        def lay(transfer: Transfer, values: list[torch.Tensor]) -> None:
+        def lay(transfer: Transfer, boxes: list[torch.Tensor]) -> None:
             if channel.rank == 3:
                 raise MemoryError("no room")
 
+        source = lambda t: (values(t.holding, t.extent.state), t.holding.fragment.param_start)  # noqa: E731
+        transfers = [transfer for piece in plan.pieces for transfer in piece.transfers(64)]
         with pytest.raises(Disagreement) as failure, channel.agreed("writing"):
-            Exchange(channel, plan, true_source(plan), lay, lambda extent: None).run()
+            Exchange(channel, source, lay).run(transfers)
         assert isinstance(failure.value.__cause__, MemoryError) == (channel.rank == 3)
         channel.agree(None, "the next step")  # the channel is still good
         return str(failure.value)
@@ -192,15 +239,15 @@ def test_agreement_names_every_failed_rank():
 
 @pytest.mark.slow
 def test_a_rank_killed_during_the_exchange_fails_the_others_at_once(tmp_path):
-    def deadly(plan: Plan, source: Source, rank: int) -> Source:
+    def deadly(values: Values, rank: int) -> Values:
         calls = 0
 
-        def killing(transfer: Transfer, extent: Extent) -> torch.Tensor:
+        def killing(holding: Holding, state: StateSpec) -> torch.Tensor:
             nonlocal calls
-            calls += 1
-            if rank == 2 and calls == 10:
+            calls += sys._getframe(1).f_code.co_name == "source"
+            if rank == 2 and calls == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return source(transfer, extent)
+            return values(holding, state)
 
         return killing
 
@@ -216,11 +263,12 @@ def test_a_rank_killed_during_the_exchange_fails_the_others_at_once(tmp_path):
 def test_a_rank_that_is_stuck_fails_the_others_when_the_timeout_has_passed(tmp_path):
     failed = [tmp_path / "0", tmp_path / "2"]
 
-    def stuck(plan: Plan, source: Source, rank: int) -> Source:
-        def waiting(transfer: Transfer, extent: Extent) -> torch.Tensor:
-            while rank == 1 and not all(file.exists() for file in failed):
+    def stuck(values: Values, rank: int) -> Values:
+        def waiting(holding: Holding, state: StateSpec) -> torch.Tensor:
+            in_exchange = sys._getframe(1).f_code.co_name == "source"
+            while rank == 1 and in_exchange and not all(file.exists() for file in failed):
                 time.sleep(0.01)
-            return source(transfer, extent)
+            return values(holding, state)
 
         return waiting
 

@@ -88,7 +88,7 @@ def test_a_destroyed_engine_has_closed_its_process_group_and_an_aborted_one_is_n
             attachment.context.give_up(ValueError("on this rank alone"))
         dist.barrier()
         engine.save_checkpoint(str(tmp_path), tag="second")
-        assert held() == before
+        assert all(number <= before[kind] for kind, number in held().items())  # a thread may have been ending
         engine.destroy()
         assert held()["process groups"] == before["process groups"] - 1
         engine.destroy()  # again, as the garbage collector will

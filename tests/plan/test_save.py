@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans against a simulation of the whole exchange on tensors, and what is promised of them: balance, order, bounds."""
+"""Plans of all ranks against a simulation of the whole export on tensors, and what is promised of them: bits, balance,
+that ranks agree, and that nothing travels which need not."""
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,148 +16,142 @@ from hypothesis import strategies as st
 
 from megads_ucp.errors import PlanError
 from megads_ucp.layout.layout import build_layout
-from megads_ucp.layout.partition import Fragment
+from megads_ucp.layout.partition import FlatGroup, Member
 from megads_ucp.layout.rule import Rule
-from megads_ucp.plan.save import make_plan
-from megads_ucp.plan.types import Extent, Plan, Transfer
-from tests.support.drawn_jobs import BUCKETS, jobs
+from megads_ucp.plan.save import Piece, SavePlan, make_plan, total_bytes
+from megads_ucp.plan.shares import Dealing
+from megads_ucp.plan.types import ShardGroup, Subject, Transfer
+from tests.support.drawn_jobs import jobs
 from tests.support.jobs import ADAM, Job, Values, gpt, replicated, values_of
 
 patient = settings(deadline=None, max_examples=60)  # a busy machine is no failure
+
+DEALINGS = st.builds(Dealing, st.sampled_from([1, 8, 40, 1 << 20]), st.sampled_from([True, True, True, False]))
+TILES = st.sampled_from([8, 24, 1 << 20])
+
+
+def plans_of(job: Job, dealing: Dealing) -> list[SavePlan]:
+    return [make_plan(job.subjects(), rank, dealing) for rank in range(job.world)]
+
+
+def pieces_by_file(plans: list[SavePlan]) -> dict[tuple[int, str], list[Piece]]:
+    """What all ranks write, by file, in the order of its elements."""
+    found: dict[tuple[int, str], list[Piece]] = defaultdict(list)
+    for piece in sorted((p for plan in plans for p in plan.writes), key=lambda piece: piece.extent.start):
+        found[piece.extent.subject, piece.extent.state.name].append(piece)
+    return found
 
 
 # ---- the simulation ----
 
 
-def simulate(plan: Plan, extent: Extent, transfers: list[Transfer], values: Values) -> torch.Tensor:
-    """What the extent's writer has once it has laid its transfers down, as writer.Sink does."""
-    layout = plan.subjects[extent.subject].layout
+def written(subject: Subject, piece: Piece, values: Values, tile_bytes: int) -> torch.Tensor:
+    """What the writer of a piece puts into the file, as TensorWriter does."""
+    extent, layout = piece.extent, subject.layout
     buffer = torch.full((extent.numel,), torch.nan, dtype=extent.state.written)
-    for transfer in transfers:
+    for transfer in piece.transfers(tile_bytes):
         fragment = transfer.holding.fragment
         held = values.shards[transfer.holding.tp_rank][fragment.param_start : fragment.param_start + fragment.numel]
         for box in transfer.boxes:
+            assert transfer.extent.start <= box.full_span[0] and box.full_span[1] <= transfer.extent.stop
             value, target = box.shard_view(held, fragment.param_start), box.full_view(buffer, extent.start)
             if transfer.copy_index == 0:
                 assert target.isnan().all(), "laid down twice"
                 target.copy_(value)
             else:
                 target.add_(value)
+    if piece.in_place:
+        boxes = sorted((box for part in piece.parts for box in part.boxes), key=lambda box: box.full_offset)
+        spans = [box.full_span for box in boxes]
+        assert [extent.start, *(stop for _, stop in spans)] == [*(start for start, _ in spans), extent.stop]
     return buffer.div_(layout.tp_degree) if layout.averaged else buffer
-
-
-def by_extent(plan: Plan) -> dict[int, list[Transfer]]:
-    found: dict[int, list[Transfer]] = defaultdict(list)
-    for transfer in plan.transfers:
-        found[transfer.extent].append(transfer)
-    return found
 
 
 # ---- any job ----
 
 
 @patient
-@given(jobs(), BUCKETS)
-def test_every_file_comes_out_bit_equal(job, bucket):
-    plan = make_plan(job.subjects(), job.world, bucket)
-    arriving = by_extent(plan)
-
-    for index, subject in enumerate(plan.subjects):
+@given(jobs(), DEALINGS, TILES)
+def test_every_file_comes_out_bit_equal(job, dealing, tile_bytes):
+    pieces = pieces_by_file(plans_of(job, dealing))
+    for index, subject in enumerate(job.subjects()):
         for seed, state in enumerate(subject.states):
             values = values_of(subject, state, seed)
-            mine = [(i, e) for i, e in enumerate(plan.extents) if (e.subject, e.state) == (index, state)]
-            written = torch.cat([simulate(plan, extent, arriving[i], values) for i, extent in mine])
-            assert torch.equal(written, values.full), (subject.name, state.name)
+            parts = [written(subject, piece, values, tile_bytes) for piece in pieces[index, state.name]]
+            assert torch.equal(torch.cat(parts), values.full), (subject.name, state.name)
 
 
 @patient
-@given(jobs(), BUCKETS)
-def test_extents_tile_each_file(job, bucket):
-    plan = make_plan(job.subjects(), job.world, bucket)
-    ends: dict[tuple[int, str], int] = {}
-    for extent in plan.extents:
-        key = (extent.subject, extent.state.name)
-        assert extent.start == ends.get(key, 0)
-        assert extent.numel > 0 or key not in ends
-        assert 0 <= extent.writer < job.world
-        ends[key] = extent.stop
-
-    subjects = enumerate(plan.subjects)
-    assert ends == {(index, state.name): s.layout.numel for index, s in subjects for state in s.states}
+@given(jobs(), DEALINGS)
+def test_extents_tile_each_file_and_their_writers_hold_something_of_it(job, dealing):
+    pieces = pieces_by_file(plans_of(job, dealing))
+    for index, subject in enumerate(job.subjects()):
+        for state in subject.states:
+            extents = [piece.extent for piece in pieces[index, state.name]]
+            assert extents[0].start == 0 and extents[-1].stop == subject.layout.numel
+            assert all(one.stop == other.start for one, other in pairwise(extents))
+            assert dealing.shared_files or len(extents) == 1
+            holders = {holding.rank for holding in subject.holdings} or {0}
+            assert {extent.writer for extent in extents} <= holders
 
 
 @patient
-@given(jobs(), BUCKETS)
-def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(job, bucket):
-    plan = make_plan(job.subjects(), job.world, bucket)
-    sent: dict[tuple[int, int], int] = defaultdict(int)
-    received: dict[tuple[int, int], int] = defaultdict(int)
-    for rank in range(job.world):
-        for transfer in plan.outgoing(rank):
-            assert transfer.holding.rank == rank and plan.writer(transfer) != rank
-            itemsize = plan.extents[transfer.extent].state.live.itemsize
-            assert 0 <= plan.size(transfer) - transfer.numel * itemsize < 8
-            sent[rank, transfer.round] += plan.size(transfer)
-            received[plan.writer(transfer), transfer.round] += plan.size(transfer)
+@given(jobs(), DEALINGS, TILES)
+def test_any_two_ranks_find_the_same_transfers_between_them_in_the_same_order(job, dealing, tile_bytes):
+    def between(plan: SavePlan, sender: int, receiver: int) -> list[Transfer]:
+        transfers = (transfer for piece in plan.pieces for transfer in piece.transfers(tile_bytes))
+        return [transfer for transfer in transfers if (transfer.sender, transfer.receiver) == (sender, receiver)]
 
-    assert max([*sent.values(), *received.values()], default=0) <= bucket
-    assert plan.bytes_moved == sum(sent.values())
-    assert plan.rounds == max((transfer.round for transfer in plan.transfers), default=-1) + 1
-
-
-@patient
-@given(jobs(), BUCKETS)
-def test_a_writer_takes_rounds_and_copies_in_order_and_peers_agree_on_the_order(job, bucket):
-    plan = make_plan(job.subjects(), job.world, bucket)
-    for writer in range(job.world):
-        incoming = plan.incoming(writer)
-        assert [t.round for t in incoming] == sorted(t.round for t in incoming)
-        for extent in {transfer.extent for transfer in incoming}:
-            copies = [transfer.copy_index for transfer in incoming if transfer.extent == extent]
-            assert copies == sorted(copies)
-        for sender in range(job.world):
-            expected = [t for t in incoming if t.holding.rank == sender and sender != writer]
-            assert [t for t in plan.outgoing(sender) if plan.writer(t) == writer] == expected
+    plans = plans_of(job, dealing)
+    for sender in range(job.world):
+        for receiver in range(job.world):
+            if sender != receiver:
+                assert between(plans[sender], sender, receiver) == between(plans[receiver], sender, receiver)
+    assert sum(plan.bytes_sent for plan in plans) == sum(
+        transfer.nbytes
+        for plan in plans
+        for piece in plan.writes
+        for transfer in piece.transfers(tile_bytes)
+        if transfer.sender != plan.rank
+    )
 
 
 @patient
-@given(jobs(), BUCKETS)
-def test_an_element_arrives_once_and_of_averaged_ones_every_copy_in_rank_order(job, bucket):
-    plan = make_plan(job.subjects(), job.world, bucket)
-    arriving = by_extent(plan)
-    for index, extent in enumerate(plan.extents):
-        subject = plan.subjects[extent.subject]
-        layout = subject.layout
-        copies = torch.zeros(extent.numel, dtype=torch.int64)
-        for transfer in arriving[index]:
-            assert transfer.numel == sum(box.numel for box in transfer.boxes) > 0
-            for box in transfer.boxes:
-                view = box.full_view(copies, extent.start)
-                assert (view == transfer.copy_index).all()  # copy n finds n copies there
-                view += 1
-                if layout.averaged:
-                    assert transfer.holding.tp_rank == transfer.copy_index
-        assert (copies == (layout.tp_degree if layout.averaged else 1)).all()
-        if not subject.owned and not layout.averaged:
-            assert all(t.holding.tp_rank == box.holders[0] for t in arriving[index] for box in t.boxes)
+@given(jobs(), DEALINGS)
+def test_an_element_arrives_once_and_of_averaged_ones_every_copy_in_rank_order(job, dealing):
+    for plan in plans_of(job, dealing):
+        for piece in plan.writes:
+            subject, extent = plan.subjects[piece.extent.subject], piece.extent
+            copies = torch.zeros(extent.numel, dtype=torch.int64)
+            for part in piece.parts:
+                assert part.numel == sum(box.numel for box in part.boxes) > 0
+                for box in part.boxes:
+                    view = box.full_view(copies, extent.start)
+                    assert (view == part.copy_index).all()  # copy n finds n copies there
+                    view += 1
+                    if subject.layout.averaged:
+                        assert part.holding.tp_rank == part.copy_index
+                    elif not subject.owned:
+                        assert part.holding.tp_rank == box.holders[0]
+            assert (copies == (subject.layout.tp_degree if subject.layout.averaged else 1)).all()
 
 
 @patient
-@given(jobs(), BUCKETS)
-def test_writers_are_balanced_as_far_as_elements_can_be_cut(job, bucket):
-    plan = make_plan(job.subjects(), job.world, bucket)
-    total = sum(extent.nbytes for extent in plan.extents)
-    assert sum(plan.bytes_by_writer.values()) == total
-    mean = total / job.world
-    largest_element = max(state.written.itemsize for state in job.states)
-    assert max(plan.bytes_by_writer.values(), default=0) <= max(1.2 * mean, mean + largest_element)
-    assert plan.imbalance(job.world) == pytest.approx(max(plan.bytes_by_writer.values()) / mean if total else 1.0)
-
-
-@patient
-@given(jobs(), BUCKETS)
-def test_the_same_job_has_the_same_plan(job, bucket):
-    assert make_plan(job.subjects(), job.world, bucket) == make_plan(job.subjects(), job.world, bucket)
+@given(jobs(), DEALINGS)
+def test_what_every_writer_holds_it_takes_from_itself(job, dealing):
+    for plan in plans_of(job, dealing):
+        for piece in plan.writes:
+            subject = plan.subjects[piece.extent.subject]
+            if not subject.owned or subject.layout.averaged or not piece.parts:
+                continue
+            own = subject.holding(plan.rank)
+            assert own is not None
+            held = torch.zeros(subject.layout.numel, dtype=torch.bool)
+            for box in subject.layout.runs(own.tp_rank, own.fragment.param_start, own.fragment.numel):
+                box.full_view(held, 0).fill_(True)
+            for part in piece.parts:
+                for box in part.boxes:
+                    assert (box.full_view(held, 0) == (part.holding.rank == plan.rank)).all()
 
 
 @patient
@@ -165,89 +162,113 @@ def test_an_element_that_nobody_holds_is_an_error_that_names_it(job, data):
     assume(held)
     index = data.draw(st.sampled_from(held))
     subject = subjects[index]
-    lost = data.draw(st.sampled_from(subject.holdings))
-    subjects[index] = replace(subject, holdings=tuple(h for h in subject.holdings if h is not lost))
+    lost = data.draw(st.sampled_from(subject.shards))
+    others = tuple(shard for shard in subject.shards if shard is not lost)
+    subjects[index] = replace(subject, shards=others)
+    assume(others)
 
     with pytest.raises(PlanError, match=rf"{subject.name}: .*tensor-parallel rank {lost.tp_rank}'s shard .*by no rank"):
-        make_plan(subjects, job.world, 1 << 20)
+        plans_of_subjects(subjects, job.world)
+
+
+def plans_of_subjects(subjects: list[Subject], world: int) -> list[SavePlan]:
+    return [make_plan(subjects, rank, Dealing(8)) for rank in range(world)]
 
 
 # ---- one job ----
 
 
-def test_a_missing_fragment_is_named_with_its_neighbours():
-    job = Job((replicated("norm.weight", 12, 1),), (), ADAM, tp_degree=1, degree=3)
-    (subject,) = job.subjects()
-
-    holed = replace(subject, holdings=(subject.holdings[0], subject.holdings[2]))
-    with pytest.raises(PlanError, match=r"norm\.weight: elements \[4, 8\) .*rank 0's fragment and rank 2's fragment"):
-        make_plan([holed], 3, 64)
-    short = replace(subject, holdings=subject.holdings[:2])
-    with pytest.raises(PlanError, match=r"\[8, 12\) .* held by no rank, between rank 1's fragment and the end"):
-        make_plan([short], 3, 64)
+def held_as(*numels: int) -> Subject:
+    """norm.weight of 12 elements, of which so many are in the flat buffer of each of some ranks."""
+    flat = FlatGroup((Member("norm.weight", sum(numels), 0),), sum(numels), len(numels))
+    return Subject(replicated("norm.weight", 12, 1), ADAM, (ShardGroup(0, 0, flat, tuple(range(len(numels)))),))
 
 
-def test_elements_held_twice_or_beyond_the_shard_are_an_error():
-    job = Job((replicated("norm.weight", 12, 1),), (), ADAM, tp_degree=1, degree=3)
-    (subject,) = job.subjects()
-    moved = replace(subject.holdings[1], fragment=Fragment("norm.weight", 4, 3, 0))
-    long = replace(subject.holdings[2], fragment=Fragment("norm.weight", 5, 8, 0))
-
-    with pytest.raises(PlanError, match=r"elements \[3, 4\) .* held twice or outside"):
-        make_plan([replace(subject, holdings=(subject.holdings[0], moved, subject.holdings[2]))], 3, 64)
-    with pytest.raises(PlanError, match=r"elements \[12, 13\) .* held twice or outside"):
-        make_plan([replace(subject, holdings=(*subject.holdings[:2], long))], 3, 64)
+def test_a_shard_that_is_not_held_to_its_end_or_beyond_it_is_an_error():
+    with pytest.raises(
+        PlanError, match=r"norm\.weight: elements \[8, 12\) .* by no rank, between rank 1's fragment and"
+    ):
+        plans_of_subjects([held_as(4, 4)], 2)
+    with pytest.raises(PlanError, match=r"elements \[12, 15\) .* held twice or outside"):
+        plans_of_subjects([held_as(5, 5, 5)], 3)
 
 
-def test_a_bucket_that_holds_no_element_is_an_error():
-    job = Job((replicated("norm.weight", 12, 1),), (), ADAM, tp_degree=1, degree=3)
-    with pytest.raises(PlanError, match="bucket of 7 bytes"):
-        make_plan(job.subjects(), job.world, 7)
-
-
-def test_a_writers_own_copy_of_a_replica_is_taken_and_nothing_travels():
+def test_copies_are_dealt_out_to_all_who_hold_one_and_nothing_travels():
     job = Job((replicated("norm.weight", 8, 2),), (), ADAM[:1], tp_degree=2, degree=1)
-    plan = make_plan(job.subjects(), job.world, 64)
-
-    for extent in plan.extents:
-        first = next(t for t in plan.transfers if plan.extents[t.extent] is extent and t.copy_index == 0)
-        assert first.holding.rank == extent.writer
-    assert plan.bytes_moved == 0
+    plans = plans_of(job, Dealing(8))
+    assert [plan.bytes_written for plan in plans] == [16, 16]
+    assert [plan.bytes_sent for plan in plans] == [0, 0]
 
 
-def test_what_stays_on_its_rank_takes_no_room_in_a_bucket():
-    plan = make_plan(Job((replicated("norm.weight", 1000, 1),), (), ADAM, tp_degree=1, degree=1).subjects(), 1, 64)
-    assert len(plan.transfers) > 100 and plan.rounds == 1 and plan.bytes_moved == 0
+def test_a_small_file_has_one_writer_and_copies_of_small_ones_take_turns():
+    layouts = tuple(replicated(f"norm{index}", 16, 2) for index in range(40))
+    plans = plans_of(Job(layouts, (), ADAM[:1], tp_degree=2, degree=1), Dealing(1 << 10))
+    assert sum(len(plan.writes) for plan in plans) == 40
+    assert sorted(len(plan.writes) for plan in plans) == [19, 21]
 
 
-def test_a_file_goes_to_the_rank_that_holds_most_of_it_while_that_has_room():
-    layouts = tuple(replicated(name, numel, 1) for name, numel in [("a", 11), ("b", 4), ("c", 9)])
-    plan = make_plan(Job(layouts, (), ADAM, tp_degree=1, degree=2).subjects(), 2, 64)  # rank 0 holds a and 1 of b's 4
+def test_a_small_piece_goes_to_the_rank_that_writes_the_next_one_and_the_last_to_the_one_before():
+    layouts = tuple(replicated(name, numel, 1) for name, numel in [("a", 11), ("b", 40), ("c", 9)])
+    plans = plans_of(Job(layouts, (), ADAM[:1], tp_degree=1, degree=5), Dealing(4 * 4))  # partitions of 12 elements
+    extents = [piece.extent for piece in pieces_by_file(plans)[1, "fp32"]]
+    assert [(e.start, e.stop, e.writer) for e in extents] == [(0, 13, 1), (13, 25, 2), (25, 40, 3)]
 
-    writers = {(plan.subjects[extent.subject].name, extent.writer) for extent in plan.extents}
-    assert writers == {("a", 0), ("b", 1), ("c", 1)}
-    assert plan.bytes_moved == 3 * 8  # one element of each state of b, rounded up
+
+def test_a_column_parallel_weight_is_written_where_it_lies():
+    layout = build_layout("column", Rule("split", "test", dim=0), [(6, 10)] * 2)
+    plans = plans_of(Job((layout,), (), ADAM, tp_degree=2, degree=3), Dealing(8))
+    assert all(piece.in_place for plan in plans for piece in plan.writes)
+    assert [plan.bytes_sent for plan in plans] == [0] * 6
+    assert [plan.bytes_written for plan in plans] == [3 * 80] * 6
+
+
+def test_rows_are_swapped_between_the_ranks_that_hold_their_columns():
+    layout = build_layout("row", Rule("split", "test", dim=1), [(12, 5)] * 2)
+    plans = plans_of(Job((layout,), (), ADAM[:1], tp_degree=2, degree=2), Dealing(4 * 8))  # ranks 0, 1 hold rows 0..5
+    extents = {plan.rank: [(p.extent.start, p.extent.stop) for p in plan.writes] for plan in plans}
+    assert extents == {0: [(0, 30)], 1: [(30, 60)], 2: [(60, 90)], 3: [(90, 120)]}
+    assert [plan.bytes_sent for plan in plans] == [60] * 4  # half of the elements of each
+    peers = {plan.rank: {piece.extent.writer for piece in plan.sends} for plan in plans}
+    assert peers == {0: {1}, 1: {0}, 2: {3}, 3: {2}}
+
+
+def test_long_runs_are_no_rows_to_be_swapped():
+    layout = build_layout("row", Rule("split", "test", dim=1), [(3, 64)] * 2)
+    plans = plans_of(Job((layout,), (), ADAM[:1], tp_degree=2, degree=1), Dealing(4 * 64))
+    assert [plan.bytes_sent for plan in plans] == [0, 0]
+    assert [len(plan.writes) for plan in plans] == [3, 3]
+
+
+def test_files_are_cut_at_stripes_where_that_is_free():
+    job = Job((replicated("large", 9 << 20, 3),), (), ADAM[:1], tp_degree=3, degree=1)
+    starts = sorted(piece.extent.start for plan in plans_of(job, Dealing()) for piece in plan.writes)
+    assert len(starts) == 3 and all((5 * 4096 + 4 * start) % (1 << 20) == 0 for start in starts[1:])
+
+
+def test_frozen_parameters_are_dealt_out_over_replicas():
+    layout = build_layout("frozen", Rule("split", "test", dim=0), [(6, 4)] * 2)
+    job = Job((replicated("norm.weight", 8, 2),), (layout,), ADAM, tp_degree=2, degree=3)
+    frozen = [[p.extent.nbytes for p in plan.writes if p.extent.subject == 1] for plan in plans_of(job, Dealing(8))]
+    assert frozen == [[32]] * 6
 
 
 def test_a_frozen_parameter_that_is_averaged_gets_all_copies():
     layout = build_layout("frozen", Rule("averaged", "test"), [(6,)] * 3)
     job = Job((replicated("norm.weight", 8, 3),), (layout,), ADAM, tp_degree=3, degree=2)
-    plan = make_plan(job.subjects(), job.world, 64)
-
-    copies = {
-        index: [(t.copy_index, t.holding.tp_rank) for t in transfers]
-        for index, transfers in by_extent(plan).items()
-        if plan.subjects[plan.extents[index].subject].name == "frozen"
-    }
-    assert copies and all(order == [(0, 0), (1, 1), (2, 2)] for order in copies.values())
+    copies = [
+        [(part.copy_index, part.holding.tp_rank) for part in piece.parts]
+        for plan in plans_of(job, Dealing(8))
+        for piece in plan.writes
+        if plan.subjects[piece.extent.subject].name == "frozen"
+    ]
+    assert copies and all(order == [(0, 0), (1, 1), (2, 2)] for order in copies)
 
 
 def test_a_parameter_without_elements_has_one_extent_and_no_transfers():
     layout = build_layout("empty", Rule("split", "test", dim=0), [(0, 4)] * 2)
-    plan = make_plan(Job((layout,), (), ADAM, tp_degree=2, degree=2).subjects(), 4, 64)
-
-    assert [(extent.start, extent.stop) for extent in plan.extents] == [(0, 0)] * 3
-    assert plan.transfers == () and plan.rounds == 0 and plan.bytes_moved == 0 and plan.imbalance(4) == 1.0
+    plans = plans_of(Job((layout,), (), ADAM, tp_degree=2, degree=2), Dealing())
+    assert [(p.extent.start, p.extent.stop, p.parts) for p in plans[0].pieces] == [(0, 0, ())] * 3
+    assert all(plan.pieces == () for plan in plans[1:])
 
 
 # ---- models ----
@@ -255,82 +276,68 @@ def test_a_parameter_without_elements_has_one_extent_and_no_transfers():
 
 @dataclass(frozen=True)
 class Figures:
-    """What there is to say of a plan at a glance."""
+    """What there is to say of the plans of all ranks at a glance."""
 
     imbalance: float
-    moved: float  # of all bytes written
-    least: float  # the same, were each file written whole by whoever holds most of it
-    chance: float  # the same, were each file written whole by a rank drawn by lot, on average
-    small_and_split: int  # files of less than a tenth of the mean share with several writers
+    sent: float  # of all bytes written
+    strayed: float  # of all bytes written: what leaves the tensor-parallel ranks of one shard rank
 
 
-def figures(plan: Plan, world: int) -> Figures:
-    total = sum(plan.bytes_by_writer.values())
-    mean = total / world
-    least = chance = 0.0
-    for subject in plan.subjects:
-        held: dict[int, int] = defaultdict(int)
-        for holding in subject.holdings:
-            held[holding.rank] += holding.fragment.numel
-        nbytes = sum(state.live.itemsize for state in subject.states)
-        least += (subject.layout.numel - max(held.values())) * nbytes
-        chance += (subject.layout.numel - sum(held.values()) / world) * nbytes
-    split = {(e.subject, e.state.name) for e in plan.extents if e.start}
-    small = [s for s, state in split if plan.subjects[s].layout.numel * 4 < mean / 10]
-    return Figures(plan.imbalance(world), plan.bytes_moved / total, least / total, chance / total, len(small))
+def figures(job: Job) -> Figures:
+    subjects = job.subjects()
+    total = total_bytes(subjects)
+    dealing = Dealing.of(total, job.world, True)
+    most = sent = strayed = 0
+    for rank in range(job.world):
+        plan = make_plan(subjects, rank, dealing)
+        most, sent = max(most, plan.bytes_written), sent + plan.bytes_sent
+        strayed += sum(
+            part.numel * piece.extent.state.live.itemsize
+            for piece in plan.sends
+            for part in piece.parts
+            if piece.extent.writer // job.tp_degree != rank // job.tp_degree
+        )
+    found = Figures(most * job.world / total, sent / total, strayed / total)
+    print(job.world, found)
+    return found
 
 
-def check_scale(job: Job, bucket: int = 32 << 20) -> tuple[Plan, Figures]:
-    plan = make_plan(job.subjects(), job.world, bucket)
-    found = figures(plan, job.world)
-    print(found, len(plan.extents), "extents", len(plan.transfers), "transfers", plan.rounds, "rounds")
-    elements = {(i, s.name): subject.layout.numel for i, subject in enumerate(plan.subjects) for s in subject.states}
-    for extent in plan.extents:
-        elements[extent.subject, extent.state.name] -= extent.numel
-    assert not any(elements.values())
+@pytest.mark.parametrize(("tp_degree", "degree"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (2, 16)])
+def test_a_small_gpt(tp_degree, degree):
+    found = figures(gpt(12, 768, 2048, 32000, tp_degree, degree))
     assert found.imbalance <= 1.2
-    assert found.moved <= found.chance
-    assert found.small_and_split == 0
-    return plan, found
-
-
-@pytest.mark.parametrize(("tp_degree", "degree"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (8, 1)])
-def test_small_clusters(tp_degree, degree):
-    plan, found = check_scale(gpt(12, 768, 2048, 32000, tp_degree, degree))
-    assert all(extent.start == 0 for extent in plan.extents), "no file is as large as a share, so none is cut"
-    assert found.moved == found.least, "no plan with one writer per file moves less"
-
-
-def test_a_file_larger_than_a_share_has_several_writers_and_others_have_one():
-    plan, _ = check_scale(gpt(2, 256, 512, 32000, 2, 16))
-    writers: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for extent in plan.extents:
-        writers[plan.subjects[extent.subject].name, extent.state.name].add(extent.writer)
-        assert extent.start * extent.state.written.itemsize % 4096 == 0
-    assert all(len(ranks) > 1 for (name, _), ranks in writers.items() if name == "embedding")
-    assert sum(len(ranks) > 1 for (name, _), ranks in writers.items() if "norm" in name) == 0
+    assert found.strayed <= 0.01
+    assert found.sent <= 0.2  # row-parallel weights are a third
 
 
 @pytest.mark.slow
 def test_768_ranks():
-    check_scale(gpt(48, 6144, 16384, 50304, 8, 96))
+    found = figures(gpt(8, 6144, 16384, 50304, 8, 96))
+    assert found.imbalance <= 1.2
+    assert found.strayed <= 0.01
+    assert found.sent <= 7 / 8 * 0.33 + 0.01
 
 
-@pytest.mark.slow
-def test_8192_ranks():
-    plan, _ = check_scale(gpt(80, 8192, 28672, 128256, 8, 1024))
-    sent: dict[tuple[int, int], int] = defaultdict(int)
-    for transfer in plan.transfers:
-        if transfer.holding.rank != plan.writer(transfer):
-            sent[transfer.round, transfer.holding.rank] += plan.size(transfer)
-    assert max(sent.values()) <= 32 << 20
+@pytest.mark.parametrize("degree", [8, 64, 512])
+def test_the_memory_that_a_rank_plans_with_does_not_grow_with_their_number(degree):
+    """Eight layers of a 405B model at TP 8: a pipeline stage of 1,024, 8,192 and 65,536 ranks at PP 16."""
+    job = gpt(8, 16384, 53248, 128256, 8, degree)
+    subjects, middle = job.subjects(), job.world // 2
+    tracemalloc.start()
+    plan = make_plan(subjects, middle, Dealing())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 << 20
+    assert plan.bytes_written == pytest.approx(total_bytes(subjects) / job.world, rel=0.2)
 
 
 @pytest.mark.slow
 def test_65536_ranks_of_which_most_hold_only_padding_or_a_sliver():
     job = gpt(1, 64, 128, 512, 1, 65536)
-    plan = make_plan(job.subjects(), job.world, 32 << 20)
-    total = sum(plan.bytes_by_writer.values())
-    assert total == 4 * 3 * sum(subject.layout.numel for subject in plan.subjects)
-    assert max(plan.bytes_by_writer.values()) <= total / job.world + 4
-    assert max(h.rank for subject in plan.subjects for h in subject.holdings) < job.world
+    subjects = job.subjects()
+    dealing = Dealing.of(total_bytes(subjects), job.world, True)
+    held = {holding.rank for subject in subjects for holding in subject.holdings}
+    plans = [make_plan(subjects, rank, dealing) for rank in range(0, job.world, 97)]
+    assert all(not plan.pieces for plan in plans if plan.rank not in held)
+    extents = [piece.extent for plan in plans for piece in plan.writes]
+    assert all(extent.nbytes for extent in extents)

@@ -75,6 +75,7 @@ def loading(directory: Path, tag: str | None) -> tuple[dict[str, torch.Tensor], 
 
 def test_a_load_of_a_tag_that_is_being_exported_for_the_first_time_leaves_the_writer_alone(tmp_path):
     staging = Staging.create(tmp_path / "x_universal", "r1")
+    staging.make_directories(["zero/w/fp32.pt"])
     staging.path("zero/w/fp32.pt").touch()
     there = tree(tmp_path)
 

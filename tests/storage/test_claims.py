@@ -32,6 +32,7 @@ def writing(target: Path, and_then: Callable[[], object] = lambda: None) -> int:
     def body() -> None:
         staging = Staging.create(target, "other")
         and_then()
+        staging.make_directories(["zero/w/begun"])
         staging.path("zero/w/begun").touch()
         time.sleep(600)
 
@@ -221,6 +222,7 @@ def test_two_writers_that_commit_at_once_without_an_exchange_are_both_whole(tmp_
     for path, away in hidden.items():
         os.rename(away, path)
     for staging in (slow, fast):
+        staging.make_directories([f"zero/{staging.run_id}"])
         staging.path(f"zero/{staging.run_id}").touch()
     committed: list[bool] = []
 

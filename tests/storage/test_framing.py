@@ -8,15 +8,19 @@ import os
 import struct
 import zipfile
 import zlib
+from typing import Any
 
 import pytest
 import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.serialization import config
 
-from megads_ucp.storage import frame, open_tensor, write_extent, write_file, write_frame
-from megads_ucp.storage.checksum import BLOCK_BYTES, blocks, crc32_combine, crc32_of_blocks
+from megads_ucp.storage import PAYLOAD_ALIGNMENT, FileWriter, frame, open_tensor
+from megads_ucp.storage.checksum import crc32_combine
+from megads_ucp.storage.framing import ALIGNED_FROM
+from tests.support.tensor_files import write_file
 
 DTYPES = (
     torch.float32,
@@ -50,9 +54,10 @@ def some_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype).copy_(torch.rand(shape) * 100)
 
 
-def saved_by_torch(content: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(content, stream)
+def saved_by_torch(content: dict[str, Any]) -> bytes:
+    stream, alignment = io.BytesIO(), PAYLOAD_ALIGNMENT if content["param"].nbytes >= ALIGNED_FROM else 64
+    with config.patch("save.storage_alignment", alignment):  # type: ignore[attr-defined]
+        torch.save(content, stream)
     return stream.getvalue()
 
 
@@ -81,6 +86,19 @@ def test_a_framed_file_is_byte_for_byte_that_of_torch_save(tmp_path_factory, sha
     assert zipfile.ZipFile(path).testzip() is None
 
 
+@pytest.mark.parametrize("numel", [ALIGNED_FROM // 4, (1 << 30) - 20, 1 << 30, 3 << 30])
+@pytest.mark.parametrize("size", [0, 1, 700, 4000, 9000])
+def test_a_large_payload_begins_on_a_page(numel, size):
+    """Whatever the size of the pickle before it."""
+    assert frame((numel,), torch.float32, {"note": "x" * size}).payload_offset % PAYLOAD_ALIGNMENT == 0
+
+
+def test_torch_load_may_calculate_where_the_payload_is_instead_of_looking(tmp_path):
+    write_file(tmp_path / "a.pt", frame((3,), torch.float32, {}), torch.arange(3.0))
+    with config.patch("load.calculate_storage_offsets", True):  # type: ignore[attr-defined]
+        assert torch.load(tmp_path / "a.pt", mmap=True)["param"].tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (5,), (3, 4, 5)])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.uint16])
@@ -106,9 +124,12 @@ def test_payloads_around_and_beyond_4_gib(tmp_path, numel):
     """The zip format changes there (zip64). Only the last element of each file is written, the rest is a hole."""
     path = tmp_path / "large.pt"
     framed = frame((numel,), torch.float32, {})
-    extent = write_extent(path, framed, 4 * (numel - 1), torch.tensor([1.5]))
+    file = FileWriter(path, framed)
+    extent = file.write(4 * (numel - 1), [torch.tensor([1.5])])
+    file.write(0, [torch.zeros(0)])  # what precedes the payload
     crc32 = crc32_combine(crc32_of_zeros(4 * (numel - 1)), extent.crc32, 4)
-    write_frame(path, framed, crc32)
+    file.complete(crc32)
+    file.close()
 
     assert os.stat(path).st_size == framed.nbytes
     (entry,) = (info for info in zipfile.ZipFile(path).infolist() if info.filename == "archive/data/0")
@@ -151,14 +172,3 @@ def test_switches_that_change_torch_save_change_no_frame(switch):
 def test_a_tensor_among_the_metadata_is_refused():
     with pytest.raises(TypeError, match=r"must not hold tensors.*step"):
         frame((2,), torch.float32, {"step": torch.ones(1)})
-
-
-@given(st.binary(max_size=300), st.binary(max_size=300))
-def test_crc32_combine_is_the_crc32_of_the_concatenation(a, b):
-    assert crc32_combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 12345])
-def test_the_crc32_of_blocks_is_that_of_the_whole(nbytes):
-    data = memoryview(os.urandom(nbytes))
-    assert crc32_of_blocks([zlib.crc32(block) for block in blocks(data)], nbytes) == zlib.crc32(data)

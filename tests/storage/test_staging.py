@@ -13,41 +13,54 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megads_ucp.errors import StorageError
 from megads_ucp.storage import (
     MANIFEST,
     FileRecord,
     Staging,
+    directories_of,
     frame,
     read_latest,
     read_manifest,
+    share,
     to_read,
     verify_file,
-    write_file,
     write_manifest,
 )
-from megads_ucp.storage.durable import fsync_tree, write_latest
+from megads_ucp.storage.durable import write_latest
 from megads_ucp.storage.leftovers import leftovers
 from megads_ucp.storage.staging import rename_exchange
-from tests.support.children import run_child
+from tests.support.children import exit_code, run_child, start_child
 from tests.support.exports import cleared, left_by_a_killed_job
 from tests.support.manifests import manifest
+from tests.support.tensor_files import write_file
 
-NAMES = ("a.weight", "b.bias")
+NAMES = ("zero/a.weight/fp32.pt", "zero/b.bias/fp32.pt")
 
 
 def export(target: Path, run_id: str, value: float, latest: Path | None, exchange=None) -> None:
     """A whole export in which every element of every tensor is ``value``."""
     staging = Staging.create(target, run_id)
+    staging.make_directories(NAMES)
     records = {}
     for name in NAMES:
         framed = frame((1000,), torch.float32, {"cat_dim": 0})
-        path = staging.path(f"zero/{name}/fp32.pt")
-        extent = write_file(path, framed, torch.full((1000,), value), root=staging.directory)
+        extent = write_file(staging.path(name), framed, torch.full((1000,), value), root=staging.directory)
         records[extent.path] = FileRecord.of_tensor(framed, [extent])
     write_manifest(staging.directory, manifest(run_id=run_id, files=records))
+    staging.settle({name: record.nbytes for name, record in records.items()}, directories_of(NAMES))
     staging.commit(latest, exchange=exchange)
+
+
+def begun(target: Path, run_id: str) -> Staging:
+    """An export with one file."""
+    staging = Staging.create(target, run_id)
+    staging.make_directories(["zero/w/fp32.pt"])
+    write_file(staging.path("zero/w/fp32.pt"), frame((3,), torch.float32, {}), torch.zeros(3))
+    return staging
 
 
 def value_of(target: Path) -> float:
@@ -111,6 +124,7 @@ def test_a_later_export_replaces_an_older_one_of_the_same_name(tmp_path, exchang
 
 def test_an_export_is_as_large_as_its_tensors(tmp_path):
     staging = Staging.create(tmp_path / "x_universal", "r1")
+    staging.make_directories(["zero/w/fp32.pt"])
     framed = frame((1 << 20,), torch.float32, {})
     write_file(staging.path("zero/w/fp32.pt"), framed, torch.zeros(1 << 20))
     staging.commit(tmp_path / "latest_universal")
@@ -142,8 +156,7 @@ def test_a_rank_that_does_not_see_save_dir_says_so(tmp_path):
 
 
 def test_discard_leaves_nothing_and_may_be_called_twice(tmp_path):
-    staging = Staging.create(tmp_path / "x_universal", "r1")
-    write_file(staging.path("zero/w/fp32.pt"), frame((3,), torch.float32, {}), torch.zeros(3))
+    staging = begun(tmp_path / "x_universal", "r1")
     staging.discard()
     staging.discard()
     assert entries(tmp_path) == []
@@ -161,8 +174,41 @@ def test_creating_clears_what_killed_exports_of_the_same_target_left_and_nothing
 
 @pytest.mark.parametrize("relative", ["../x", "/x", "a/../../x", ""])
 def test_a_path_outside_the_checkpoint_is_refused(tmp_path, relative):
-    with pytest.raises(StorageError, match="no path within"):
-        Staging.create(tmp_path / "x_universal", "r1").path(relative)
+    staging = Staging.create(tmp_path / "x_universal", "r1")
+    for reach in (
+        lambda: staging.path(relative),
+        lambda: staging.make_directories([relative]),
+        lambda: staging.settle({relative: 0}, []),
+        lambda: staging.settle({}, [relative]),
+    ):
+        with pytest.raises(StorageError, match="no path within"):
+            reach()
+
+
+def test_a_path_makes_nothing(tmp_path):
+    staging = Staging.create(tmp_path / "x_universal", "r1")
+    assert staging.path("zero/w/fp32.pt") == staging.directory / "zero" / "w" / "fp32.pt"
+    assert entries(staging.directory) == []
+
+
+def test_ranks_make_directories_that_others_make_too(tmp_path):
+    staging = Staging.create(tmp_path / "x_universal", "r1")
+    names = [f"zero/block/{index}/fp32.pt" for index in range(300)]
+    children = [start_child(partial(staging.make_directories, names)) for _ in range(4)]
+    assert [exit_code(child) for child in children] == [0] * 4
+    assert len(list((staging.directory / "zero" / "block").iterdir())) == 300
+
+
+def test_the_directories_of_files_are_all_that_lie_on_the_way_outer_ones_first():
+    names = ["zero/b/c/fp32.pt", "zero/b/c/exp_avg.pt", "zero/a/fp32.pt", "mp_rank_00_model_states.pt"]
+    assert directories_of(names) == ["zero", "zero/a", "zero/b", "zero/b/c"]
+
+
+@given(items=st.lists(st.integers()), world=st.integers(1, 50))
+def test_all_shares_together_are_everything_in_order_and_equal_up_to_one(items, world):
+    shares = [share(items, rank, world) for rank in range(world)]
+    assert [item for own in shares for item in own] == items
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_a_run_id_cannot_reach_elsewhere(tmp_path):
@@ -179,13 +225,6 @@ def test_exchange_swaps_two_directories(tmp_path):
         rename_exchange(tmp_path / "a", tmp_path / "missing")
 
 
-def test_a_tree_that_is_gone_is_reported(tmp_path):
-    (tmp_path / "zero" / "a").mkdir(parents=True)
-    fsync_tree(tmp_path)
-    with pytest.raises(StorageError, match="missing"):
-        fsync_tree(tmp_path / "missing")
-
-
 # ---- accidents
 
 
@@ -199,7 +238,7 @@ def test_a_file_in_the_place_of_a_directory_is_reported(tmp_path):
     staging = Staging.create(tmp_path / "x_universal", "r1")
     (staging.directory / "zero").touch()
     with pytest.raises(StorageError, match=r"zero: .*in the way"):
-        staging.path("zero/w/fp32.pt")
+        staging.make_directories(["zero/w/fp32.pt"])
 
 
 def test_a_read_only_directory_is_reported(tmp_path):
@@ -219,10 +258,23 @@ def test_a_directory_that_vanishes_is_reported_and_not_started_anew(tmp_path):
     staging = Staging.create(tmp_path / "x_universal", "r2")
     staging.discard()  # as a rotation policy might
     with pytest.raises(StorageError, match="deleted meanwhile"):
-        staging.path("zero/w/fp32.pt")
-    with pytest.raises(StorageError, match=r"staging-r2 vanished"):
-        staging.commit(tmp_path / "latest_universal")
+        staging.make_directories(["zero/w/fp32.pt"])
+    for complete in (lambda: staging.settle({}, []), lambda: staging.commit(tmp_path / "latest_universal")):
+        with pytest.raises(StorageError, match=r"staging-r2 vanished"):
+            complete()
     assert value_of(tmp_path / "x_universal") == 1.0
+
+
+def test_files_and_directories_that_are_not_as_they_were_written_are_reported(tmp_path):
+    staging = begun(tmp_path / "x_universal", "r1")
+    size = os.stat(staging.path("zero/w/fp32.pt")).st_size
+    staging.settle({"zero/w/fp32.pt": size}, ["zero", "zero/w"])
+    with pytest.raises(StorageError, match=rf"zero/w/fp32\.pt has {size} bytes instead of {size + 1}"):
+        staging.settle({"zero/w/fp32.pt": size + 1}, [])
+    with pytest.raises(StorageError, match=r"cannot complete .*zero/b/fp32\.pt: .*deleted meanwhile"):
+        staging.settle({"zero/w/fp32.pt": size, "zero/b/fp32.pt": size}, [])
+    with pytest.raises(StorageError, match=r"cannot make durable .*zero/b: .*deleted meanwhile"):
+        staging.settle({}, ["zero", "zero/b"])
 
 
 def test_a_latest_file_that_cannot_be_replaced_is_reported(tmp_path):

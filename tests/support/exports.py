@@ -16,6 +16,7 @@ def left_by_a_killed_job(target: Path, run_id: str, act: Callable[[Staging], obj
 
     def body() -> None:
         staging = Staging.create(target, run_id)
+        staging.make_directories(["zero/w/fp32.pt"])
         staging.path("zero/w/fp32.pt").touch()
         act(staging)
         os._exit(7)

@@ -9,9 +9,9 @@ from math import prod
 import torch
 
 from megads_ucp.layout.layout import Layout, build_layout
-from megads_ucp.layout.partition import FlatGroup, Fragment
+from megads_ucp.layout.partition import FlatGroup
 from megads_ucp.layout.rule import Rule
-from megads_ucp.plan.types import Holding, StateSpec, Subject
+from megads_ucp.plan.types import UNOWNED, ShardGroup, StateSpec, Subject
 from tests.support.flat_groups import flat_group
 
 FLOAT, BRAIN = torch.float32, torch.bfloat16
@@ -34,29 +34,26 @@ class Job:
         return self.tp_degree * self.degree
 
     def subjects(self) -> tuple[Subject, ...]:
-        groups = [self._group(tp_rank) for tp_rank in range(self.tp_degree)]
-        found = []
-        for layout in self.layouts:
-            held = [
-                Holding(shard_rank * self.tp_degree + tp_rank, tp_rank, 0, fragment)
-                for tp_rank, group in enumerate(groups)
-                if prod(layout.shard_shapes[tp_rank])
-                for shard_rank, fragment in group.holders(layout.name)
-            ]
-            found.append(Subject(layout, self.states, tuple(held)))
-        for layout in self.unowned:
-            whole = [
-                Holding(tp_rank, tp_rank, -1, Fragment(layout.name, numel, 0, 0))
-                for tp_rank in range(self.tp_degree)
-                if (numel := prod(layout.shard_shapes[tp_rank]))
-            ]
-            found.append(Subject(layout, ADAM[:1], tuple(whole), owned=False))
-        return tuple(found)
+        owned = [self._shards(self.layouts, tp_rank, 0) for tp_rank in range(self.tp_degree)]
+        unowned = [self._shards(self.unowned, tp_rank, UNOWNED) for tp_rank in range(self.tp_degree)]
+        return (
+            *(Subject(layout, self.states, _holding(layout, owned)) for layout in self.layouts),
+            *(Subject(layout, ADAM[:1], _holding(layout, unowned), owned=False) for layout in self.unowned),
+        )
 
-    def _group(self, tp_rank: int) -> FlatGroup:
-        sizes = {layout.name: prod(layout.shard_shapes[tp_rank]) for layout in self.layouts}
+    def _shards(self, layouts: tuple[Layout, ...], tp_rank: int, group: int) -> ShardGroup:
+        ranks = tuple(shard_rank * self.tp_degree + tp_rank for shard_rank in range(self.degree))
+        return ShardGroup(tp_rank, group, self._flat(layouts, tp_rank), ranks)
+
+    def _flat(self, layouts: tuple[Layout, ...], tp_rank: int) -> FlatGroup:
+        sizes = {layout.name: prod(layout.shard_shapes[tp_rank]) for layout in layouts}
         real = {name: size for name, size in sizes.items() if size}  # as DeepSpeed leaves the empty ones out
         return flat_group(list(real), list(real.values()), self.degree, alignment=2 * self.degree)
+
+
+def _holding(layout: Layout, shards: list[ShardGroup]) -> tuple[ShardGroup, ...]:
+    """Those with elements of the parameter."""
+    return tuple(shard for shard in shards if prod(layout.shard_shapes[shard.tp_rank]))
 
 
 @dataclass(frozen=True)
