@@ -193,7 +193,7 @@ def test_a_rank_that_is_stuck_costs_one_export_and_no_more(tmp_path):
             time.sleep(0.01)
 
     def body() -> tuple[list[str], list[str]]:
-        install(timeout_minutes=0.5)  # which nothing else here comes near
+        install(timeout_minutes=0.2)  # which nothing else here comes near
         engine = trained()
         engine.save_checkpoint(str(save), tag="old")
         if dist.get_rank() == 1:
