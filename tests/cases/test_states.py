@@ -103,7 +103,7 @@ FROZEN = ["base.bias", "base.weight"]
 BUFFERS = ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var", "transposed"]
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16_optimizer"])
+@pytest.mark.parametrize("kind", [pytest.param("fp32", marks=pytest.mark.slow), "bf16_optimizer"])
 def test_frozen_weights_and_buffers_come_back(kind: str, tmp_path: Path) -> None:
     """S3, and S9 with the same model: what a save leaves out on request keeps the target's values, with one warning."""
     recipe = Recipe(kind, Adapted)
@@ -408,7 +408,7 @@ def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
         assert "2 parameter groups" in message and unchanged
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16_optimizer"])
+@pytest.mark.parametrize("kind", [pytest.param("fp32", marks=pytest.mark.slow), "bf16_optimizer"])
 def test_groups_that_hold_frozen_parameters(kind: str, tmp_path: Path) -> None:
     """As Hugging Face's trainers make them: all parameters in them, trained or not."""
     recipe = Recipe(kind, Adapted, groups=one_group)

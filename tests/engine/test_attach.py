@@ -84,7 +84,7 @@ def what_deepspeed_knows(engine: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", ["bf16_optimizer", "round_robin"])
+@pytest.mark.parametrize("kind", ["bf16_optimizer", pytest.param("round_robin", marks=pytest.mark.slow)])
 def test_uninstall_gives_living_engines_their_own_methods_and_books_back(tmp_path, kind):
     def body() -> tuple[Any, ...]:
         stock = what_deepspeed_knows(trained(kind))

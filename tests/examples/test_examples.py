@@ -146,6 +146,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_run_is_killed_where_it_is_asked_to_be(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
