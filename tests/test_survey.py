@@ -17,6 +17,7 @@ from megads_ucp.engine.context import EngineContext
 from megads_ucp.errors import LayoutError, PlanError
 from megads_ucp.layout.rule import Rule
 from megads_ucp.plan.save import make_plan
+from megads_ucp.plan.shares import Dealing
 from megads_ucp.plan.types import UNOWNED, StateSpec
 from megads_ucp.survey import RankDescription, build_survey
 from tests.support.descriptions import RULES, SHAPES, STATES, Shapes, description, of_all_tp_ranks
@@ -38,7 +39,7 @@ def test_subjects_know_layout_states_and_every_holder():
     held = [(h.rank, h.tp_rank, h.group, h.fragment.param_start, h.fragment.numel) for h in column.holdings]
     assert held == [(0, 0, 0, 0, 16), (2, 0, 0, 16, 8), (1, 1, 0, 0, 16), (3, 1, 0, 16, 8)]
     assert {holding.rank for holding in norm.holdings} == {2, 3}
-    assert make_plan(survey.subjects(), 4, 64).subjects == survey.subjects()
+    assert make_plan(survey.subjects(), 3, Dealing(8)).subjects == survey.subjects()
 
 
 def test_a_parameter_may_be_in_different_groups_on_different_tensor_parallel_ranks():
@@ -50,7 +51,7 @@ def test_a_parameter_may_be_in_different_groups_on_different_tensor_parallel_ran
     assert {(holding.tp_rank, holding.group) for holding in norm.holdings} == {(0, 1), (1, 0)}
 
 
-def test_buffers_and_frozen_parameters_are_held_whole_by_the_first_of_the_replicas():
+def test_frozen_parameters_are_dealt_out_over_replicas_and_buffers_are_those_of_the_first():
     rules = {**RULES, "frozen": Rule("split", "layers", dim=1)}
     options = {"unowned": {"frozen": (2, 3), "scale": (), "nothing": (0,)}, "buffers": ("scale", "nothing")}
     subjects = {s.name: s for s in build_survey(of_all_tp_ranks(rules=rules, **options)).subjects()}
@@ -58,8 +59,10 @@ def test_buffers_and_frozen_parameters_are_held_whole_by_the_first_of_the_replic
     frozen, scale = subjects["frozen"], subjects["scale"]
     assert not frozen.owned and frozen.metadata() == {} and frozen.layout.shape == (2, 6)
     assert [(h.rank, h.tp_rank, h.group, h.fragment.numel) for h in frozen.holdings] == [
-        (0, 0, UNOWNED, 6),
-        (1, 1, UNOWNED, 6),
+        (0, 0, UNOWNED, 3),
+        (2, 0, UNOWNED, 3),
+        (1, 1, UNOWNED, 3),
+        (3, 1, UNOWNED, 3),
     ]
     assert scale.layout.replicated and scale.layout.shape == () and len(scale.holdings) == 2
     assert subjects["nothing"].holdings == ()
@@ -88,7 +91,8 @@ def test_an_empty_shard_is_held_by_nobody(empty):
     assert column.owned and column.layout.shape == (8, 6)
     assert [state.name for state in column.states] == ["fp32", "exp_avg"]
     assert {holding.tp_rank for holding in column.holdings} == {0, 1, 2} - {empty}
-    make_plan(subjects, 6, 64)
+    for rank in range(6):
+        make_plan(subjects, rank, Dealing(8))
 
 
 def test_an_empty_shard_of_a_frozen_parameter_is_held_by_nobody():
@@ -98,7 +102,7 @@ def test_an_empty_shard_of_a_frozen_parameter_is_held_by_nobody():
     norm, column = build_survey(tuple(ranks)).subjects()
 
     assert not column.owned and column.layout.shape == (4, 6)
-    assert [(holding.rank, holding.tp_rank) for holding in column.holdings] == [(1, 1)]
+    assert [(holding.rank, holding.tp_rank) for holding in column.holdings] == [(1, 1), (3, 1)]
     assert norm.owned
 
 

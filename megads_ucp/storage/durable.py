@@ -73,11 +73,15 @@ def payload_view(buffer: torch.Tensor | Buffer) -> memoryview:
     return buffer.detach().view(-1).view(torch.uint8).numpy().data
 
 
+_MOST_BUFFERS = 1024
+"""That one call of pwritev(2) takes (IOV_MAX in linux/uio.h)."""
+
+
 def pwrite_all(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
     """Write ``buffers`` one after the other at byte ``offset``; return the offset after the last byte."""
     remaining = [memoryview(buffer) for buffer in buffers if len(buffer)]
     while remaining:
-        written = os.pwritev(fd, remaining, offset)
+        written = os.pwritev(fd, remaining[:_MOST_BUFFERS], offset)
         offset += written
         while remaining and written >= len(remaining[0]):
             written -= len(remaining.pop(0))

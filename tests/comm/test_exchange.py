@@ -274,7 +274,7 @@ def test_a_rank_that_is_stuck_fails_the_others_when_the_timeout_has_passed(tmp_p
 
     def body() -> Failure:
         # A time that nothing else here comes near.
-        failure = failing_export(tmp_path / "checkpoint", model(3, 1, ADAM[:1]), stuck, timeout_minutes=0.5)
+        failure = failing_export(tmp_path / "checkpoint", model(3, 1, ADAM[:1]), stuck, timeout_minutes=0.2)
         (tmp_path / str(dist.get_rank())).touch()
         return failure
 

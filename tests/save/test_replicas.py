@@ -23,7 +23,7 @@ from megads_ucp.engine.adapter import engine_state
 from megads_ucp.errors import DriftError
 from megads_ucp.layout.layout import build_layout
 from megads_ucp.layout.rule import Rule
-from megads_ucp.plan.replicas import BLOCK, make_inspection_plan, replica_blocks
+from megads_ucp.plan.replicas import BLOCK, inspection, replica_blocks
 from megads_ucp.plan.types import Holding, StateSpec, Subject
 from megads_ucp.save.replicas import Comparison, Drift, Values
 from tests.support.autotp import Topology, batches, case
@@ -116,18 +116,23 @@ def test_swapped_elements_and_a_shifted_copy_are_seen_and_equal_bits_never_are(d
 
 
 @settings(max_examples=40, deadline=None)
-@given(jobs(), st.sampled_from([64, 300, 1 << 20]))
-def test_an_inspection_brings_every_copy_of_every_element_of_a_block_once(job: Job, bucket: int) -> None:
+@given(jobs())
+def test_an_inspection_brings_every_copy_of_every_element_of_a_block_once(job: Job) -> None:
     subjects = job.subjects()
     blocks = replica_blocks(subjects)
-    plan = make_inspection_plan(subjects, blocks, bucket)
+    place = {block.slot: index for index, block in enumerate(blocks)}
     arrived = [torch.zeros(len(block.tp_ranks), block.stop - block.start, dtype=torch.int64) for block in blocks]
-    for transfer in plan.transfers:
-        block = blocks[transfer.extent]
-        assert transfer.holding.tp_rank == block.tp_ranks[transfer.copy_index]
-        for box in transfer.boxes:
-            assert box.holders == block.tp_ranks
-            box.full_view(arrived[transfer.extent][transfer.copy_index], block.start).add_(1)
+    by_rank = [inspection(subjects, blocks, rank) for rank in range(job.world)]
+    for rank, inspected in enumerate(by_rank):
+        for block, transfer in inspected:
+            assert rank in (transfer.sender, transfer.receiver)
+            assert transfer.holding.tp_rank == block.tp_ranks[transfer.copy_index]
+            for box in transfer.boxes if transfer.receiver == rank else ():
+                assert box.holders == block.tp_ranks
+                box.full_view(arrived[place[block.slot]][transfer.copy_index], block.start).add_(1)
+        for other, theirs in enumerate(by_rank[:rank]):
+            between = [t for _, t in inspected if {t.sender, t.receiver} == {rank, other}]
+            assert between == [t for _, t in theirs if {t.sender, t.receiver} == {rank, other}]
     for block, copies in zip(blocks, arrived, strict=True):
         assert copies.max() == 1 and (copies == copies[0]).all(), block
     for index, subject in enumerate(subjects):
@@ -150,7 +155,7 @@ def test_what_is_averaged_or_belongs_to_no_optimizer_is_not_compared() -> None:
 def compared(subjects: tuple[Subject, ...], shards: Shards) -> tuple[Drift, ...]:
     """On a rank: the drifts that all ranks get."""
     channel = Channel(1.0)
-    return Comparison(subjects, channel.rank).run(channel, values_in(shards), bucket_bytes=256)
+    return Comparison(subjects, channel.rank).run(channel, values_in(shards), window_bytes=256)
 
 
 def test_all_ranks_learn_the_largest_of_all_differences_and_who_holds_it() -> None:
@@ -175,7 +180,7 @@ def test_stages_are_compared_however_each_is_cut_and_distinguished_from_ranks_of
     first = Job(layouts, (), ADAM[:1], tp_degree=2, degree=1).subjects()
     later = Job((*layouts, replicated("head", 8, 2)), (), ADAM[:1], tp_degree=2, degree=2).subjects()
     subjects = tuple(
-        replace(one, tied_holdings=(tuple(replace(holding, rank=2 + holding.rank) for holding in other.holdings),))
+        replace(one, tied_shards=(tuple(replace(s, ranks=tuple(2 + rank for rank in s.ranks)) for s in other.shards),))
         for one, other in zip(first, later, strict=False)
     )
 

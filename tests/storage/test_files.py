@@ -84,6 +84,14 @@ def test_what_follows_the_payload_may_come_before_it(tmp_path):
     assert (tmp_path / "split.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
 
 
+def test_more_buffers_than_one_call_takes_are_written(tmp_path):
+    file, content = FileWriter(tmp_path / "a.pt", frame((5000, 3), torch.float32, {})), torch.randn(5000, 3)
+    record = file.write(0, list(content))
+    file.complete(record.crc32)
+    file.close()
+    assert torch.equal(torch.load(tmp_path / "a.pt")["param"], content)
+
+
 @given(st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=6), st.integers(0, 40))
 @settings(max_examples=20, deadline=None)
 def test_buffers_are_written_one_after_the_other_and_checksummed_as_one(tmp_path_factory, cuts, start):
