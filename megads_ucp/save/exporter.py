@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ from megads_ucp.survey import Survey
 logger = logging.getLogger("megads_ucp")
 
 _MIB = 1 << 20
+
+_SMALL_FILES = 8
+"""Under way at a time."""
 
 
 Remark = Callable[[str], None]
@@ -159,7 +163,7 @@ class Exporter:
                 records = self._write_tensors(channel, prepared, snapshot, writer)
             with report.timed("small files"), channel.agreed("writing the small files"):
                 files = small_files(request, state, prepared.survey, prepared.plan.subjects, snapshot, values)
-                small = [_write_small_file(staging, name, value) for name, value in files]
+                small = _write_small_files(staging, files)
             with report.timed("commit"):
                 commit = Commit(channel, state, prepared.plan.subjects, prepared.frames, staging, self._warn)
                 written = commit.gather(records + small, values)
@@ -295,11 +299,20 @@ def _files_may_be_shared(channel: Channel, choice: str, directory: Path, remark:
     return reason is None
 
 
-def _write_small_file(staging: storage.Staging, name: str, value: Any) -> storage.ExtentRecord:
-    record = storage.write_object(staging.path(name), value, root=staging.directory)
-    if name == OPTIMIZER_STATE:  # a resume must be able to read it without running code
-        storage.read_object(staging.path(name), PICKLED_CLASSES)
-    return record
+def _write_small_files(staging: storage.Staging, files: Iterable[tuple[str, Any]]) -> list[storage.ExtentRecord]:
+    """Write files, by name and content, several at a time: most of that time is spent waiting for the disk."""
+    writes, made = [], dict[int, tuple[Any, memoryview]]()  # the steps of a group's parameters are one object
+    with ThreadPoolExecutor(_SMALL_FILES, thread_name_prefix="megads_ucp-small") as threads:
+        for name, value in files:
+            if id(value) not in made:
+                made[id(value)] = value, storage.serialized(value)
+            data = made[id(value)][1]
+            writes.append(threads.submit(storage.write_bytes, staging.path(name), data, root=staging.directory))
+    records = [write.result() for write in writes]
+    for record in records:
+        if record.path == OPTIMIZER_STATE:  # a resume must be able to read it without running code
+            storage.read_object(staging.path(record.path), PICKLED_CLASSES)
+    return records
 
 
 @contextmanager

@@ -26,6 +26,9 @@ WRITER_THREADS = 2
 TILE_BYTES = BLOCK_BYTES
 """Of a file that are put together at a time: a block, so that every tile has a checksum of its own."""
 
+_COMPLETED = 8
+"""Files completed at a time: little is written, most of the time is spent waiting for the disk."""
+
 _OF_DESCRIPTORS = 4
 """The part of the descriptors that the process may have which files that wait for their checksum may take."""
 
@@ -144,8 +147,9 @@ class TensorWriter:
             StorageError: a write failed.
         """
         begun = [name for name, file in self._files.items() if file.begins and not file.whole]
-        for done in [self._threads.submit(self._complete, name, payload_crc32[name]) for name in begun]:
-            done.result()
+        with ThreadPoolExecutor(_COMPLETED, thread_name_prefix="megads_ucp-completing") as threads:
+            for done in [threads.submit(self._complete, name, payload_crc32[name]) for name in begun]:
+                done.result()
 
     def sizes(self) -> dict[str, int]:
         """Of the files that this rank has begun, in bytes, by name."""

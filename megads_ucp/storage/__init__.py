@@ -31,7 +31,7 @@ from megads_ucp.storage.read import TensorFile, open_tensor, parameter_names, re
 from megads_ucp.storage.records import ExtentRecord, FileRecord, file_records, payload_crc32, split_crc32
 from megads_ucp.storage.staging import Staging, directories_of, share
 from megads_ucp.storage.verify import check_frame, verify_file, verify_range
-from megads_ucp.storage.write import FileWriter, write_object
+from megads_ucp.storage.write import FileWriter, serialized, write_bytes, write_object
 
 __all__ = [
     "MANIFEST",
@@ -63,6 +63,7 @@ __all__ = [
     "read_latest",
     "read_manifest",
     "read_object",
+    "serialized",
     "share",
     "split_crc32",
     "state_names",
@@ -70,6 +71,7 @@ __all__ = [
     "verify_file",
     "verify_range",
     "what_is_missing",
+    "write_bytes",
     "write_manifest",
     "write_object",
 ]

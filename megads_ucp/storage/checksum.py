@@ -12,6 +12,7 @@ them. CRC-32 is linear, so the parts' checksums are enough. The method is zlib's
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -51,6 +52,7 @@ def _squares() -> tuple[int, ...]:
 _X_TO_TWO_TO = _squares()
 
 
+@functools.lru_cache(maxsize=1 << 12)  # the extents of a checkpoint have few sizes
 def _shift(nbytes: int) -> int:
     """``x**(8 * nbytes)``: the factor of a checksum when ``nbytes`` more bytes follow."""
     power, bit = _ONE, 3

@@ -27,6 +27,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -68,7 +69,7 @@ class Staging:
         if not re.fullmatch(RUN_ID, self.run_id):
             raise ValueError(f"run id {self.run_id!r} may only hold letters, digits, '-' and '_'")
 
-    @property
+    @cached_property
     def directory(self) -> Path:
         """Where the files are written until the commit."""
         return beside(self.target, STAGING, self.run_id)

@@ -114,10 +114,23 @@ def write_object(path: Path, obj: Any, *, root: Path | None = None) -> ExtentRec
     Returns:
         A record of the whole file.
     """
+    return write_bytes(path, serialized(obj), root=root)
+
+
+def serialized(obj: Any) -> memoryview:
+    """What ``torch.save`` writes of an object. Not for several threads at a time: it sets an option of torch."""
     stream = io.BytesIO()
     with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
         torch.save(obj, stream)
-    view = stream.getbuffer()
+    return stream.getbuffer()
+
+
+def write_bytes(path: Path, view: memoryview, *, root: Path | None = None) -> ExtentRecord:
+    """Write a whole file at once, durably.
+
+    Returns:
+        A record of the whole file.
+    """
     with storage_errors("write", path), descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
         pwrite_all(fd, [view], 0)
         os.fsync(fd)
