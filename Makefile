@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo equivalence distill test test-fast lint format bench bench-resume clean
+.PHONY: help venv demo equivalence distill test test-fast lint format bench bench-resume bench-scale clean
 
 help:
 	@echo "make demo [DTYPE=fp32]  train, export, reshape, resume: the proof, in a table and a plot"
@@ -20,6 +20,7 @@ help:
 	@echo "make format             let ruff rewrite what it can"
 	@echo "make bench              export time against a raw write of the same bytes"
 	@echo "make bench-resume       a resume's time, bytes and memory against DeepSpeed's own"
+	@echo "make bench-scale        the same at 64 to 65,536 ranks, computed by the planner"
 	@echo "make venv               only create .venv and install"
 
 venv: $(INSTALLED)
@@ -63,6 +64,9 @@ bench: venv
 
 bench-resume: venv
 	$(BIN)/python -m tests.benchmarks.bench_resume
+
+bench-scale: venv
+	$(BIN)/python -m tests.benchmarks.simulation
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_out equivalence_out distill_out

@@ -30,7 +30,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.benchmarks.instruments import MB, files_below, fsync_files, load_average, on_ranks, seconds_of, table
+from tests.benchmarks.instruments import (
+    MB,
+    PeakMemory,
+    files_below,
+    fsync_files,
+    load_average,
+    on_ranks,
+    seconds_of,
+    table,
+)
 from tests.support.ranks import ENVIRONMENT
 
 WORLD, TP = 4, 2
@@ -49,6 +58,7 @@ class Measured:
     nbytes_moved: int = 0
     imbalance: float = 0.0
     stock_nbytes: int = 0
+    extra_memory: int = 0
 
 
 def measure(directory: Path, size_name: str, rounds: int, keep: bool) -> Measured:
@@ -109,6 +119,9 @@ def measure(directory: Path, size_name: str, rounds: int, keep: bool) -> Measure
         measured.stock_nbytes = sum(path.stat().st_size for path in files_below(regular))
         if not (keep and turn == rounds - 1):
             _remove(regular)
+    with PeakMemory() as peak:
+        export()
+    measured.extra_memory = peak.extra
     return measured
 
 
@@ -184,7 +197,8 @@ def report(where: Path, ranks: list[Measured]) -> str:
             f"export: {measured.nbytes / MB:.0f} MB in {measured.files} files "
             f"(stock save: {measured.stock_nbytes / MB:.0f} MB); moved between ranks {measured.nbytes_moved / MB:.0f} "
             f"MB = {measured.nbytes_moved / measured.nbytes:.2f} of it; busiest writer / mean {measured.imbalance:.3f}",
-            f"export, seconds of rank 0: {phases}",
+            f"export, seconds of rank 0: {phases}; extra host memory per rank, rows shared with others included: at most "
+            f"{max(rank.extra_memory for rank in ranks) / MB:.0f} MB",
         ]
     )
 

@@ -4,8 +4,8 @@
     python -m tests.benchmarks.simulation
 
 Llama-3.1-405B (126 layers, hidden 16,384, feed-forward 53,248, 128 heads of which 8 have keys and values, vocabulary
-128,256, untied), Adam: three fp32 states. Figures are of all ranks of tensor-parallel groups spread over the first, the middle and the last
-stage. Messages, of at most 4 MiB, are what would travel if ranks of a host shared no memory.
+128,256, untied), Adam: three fp32 states. Figures are of all ranks of tensor-parallel groups spread over the first, the
+middle and the last stage. Messages, of at most 4 MiB, are what would travel if ranks of a host shared no memory.
 """
 
 from __future__ import annotations
