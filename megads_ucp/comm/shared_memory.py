@@ -13,6 +13,7 @@ import mmap
 import os
 import platform
 import secrets
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,9 +79,16 @@ class SharedMemory:
         return found
 
     def reserve(self, nbytes: int) -> bool:
-        """Make this rank's memory at least so large; False if there is not so much. It never shrinks."""
-        if nbytes <= self._own.numel() or not self.peers:
+        """Make this rank's memory at least so large; False if there is not so much. It never shrinks.
+
+        The ranks of a host take no more than half of what is available there: a cgroup that runs out of memory is not
+        told so, but killed.
+        """
+        more = nbytes - self._own.numel()
+        if more <= 0 or not self.peers:
             return True
+        if more * (1 + len(self.peers)) > available_bytes() // 2:
+            return False
         try:
             os.posix_fallocate(self._fd, 0, nbytes)  # now, as a write to what is not there would be a SIGBUS
         except OSError:
@@ -118,6 +126,31 @@ def host_identity() -> str:
         return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *namespaces])
     except OSError:  # no Linux, or no /proc
         return platform.node()
+
+
+def available_bytes() -> int:
+    """Memory that this process could still take: of the machine, and of its cgroups, whose file cache gives way."""
+    free = _fields("/proc/meminfo").get("MemAvailable:", sys.maxsize)
+    path = next((line[3:] for line in _lines("/proc/self/cgroup") if line.startswith("0::")), "/")
+    for group in (Path("/sys/fs/cgroup", path.lstrip("/")), *Path("/sys/fs/cgroup", path.lstrip("/")).parents):
+        limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+        if limit and used and limit[0].isdigit():
+            cache = _fields(group / "memory.stat").get("file", 0)
+            free = min(free, int(limit[0]) - int(used[0]) + cache)
+    return max(free, 0)
+
+
+def _fields(path: str | Path) -> dict[str, int]:
+    """Numbers in bytes of a file of the kernel's that has a name and a number, in bytes or kB, in each line."""
+    words = (line.split() for line in _lines(path))
+    return {name: int(number) * (1024 if unit else 1) for name, number, *unit in words}
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _digest(text: str) -> int:

@@ -96,7 +96,9 @@ def measure(directory: Path, size_name: str, rounds: int, keep: bool) -> Measure
         measured.seconds[name].append(seconds_of(work))
         measured.cpu[name].append(time.process_time() - busy)
 
-    timed("first export", export)
+    with PeakMemory() as peak:
+        timed("first export", export)
+    measured.extra_memory = peak.extra
     names = {path.relative_to(universal): path.stat().st_size for path in files_below(universal)}
     content = os.urandom(max(names.values()))
     measured.files, measured.parameters = len(names), _parameters(names)
@@ -119,9 +121,6 @@ def measure(directory: Path, size_name: str, rounds: int, keep: bool) -> Measure
         measured.stock_nbytes = sum(path.stat().st_size for path in files_below(regular))
         if not (keep and turn == rounds - 1):
             _remove(regular)
-    with PeakMemory() as peak:
-        export()
-    measured.extra_memory = peak.extra
     return measured
 
 
@@ -197,8 +196,8 @@ def report(where: Path, ranks: list[Measured]) -> str:
             f"export: {measured.nbytes / MB:.0f} MB in {measured.files} files "
             f"(stock save: {measured.stock_nbytes / MB:.0f} MB); moved between ranks {measured.nbytes_moved / MB:.0f} "
             f"MB = {measured.nbytes_moved / measured.nbytes:.2f} of it; busiest writer / mean {measured.imbalance:.3f}",
-            f"export, seconds of rank 0: {phases}; extra host memory per rank, rows shared with others included: at most "
-            f"{max(rank.extra_memory for rank in ranks) / MB:.0f} MB",
+            f"export, seconds of rank 0: {phases}",
+            f"extra host memory of a rank, with shared rows: {max(rank.extra_memory for rank in ranks) / MB:.0f} MB",
         ]
     )
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megads_ucp.comm.channel import Channel
-from megads_ucp.comm.shared_memory import SharedMemory
+from megads_ucp.comm.shared_memory import SharedMemory, available_bytes
 from tests.support.ranks import run_ranks
 
 
@@ -88,6 +88,19 @@ def test_memory_that_is_not_there_is_refused_and_what_was_shared_stays():
             assert not memory.reserve(1 << 30)
             dist.barrier()
             assert torch.equal(memory.of(1 - channel.rank)[:1000], pattern(1 - channel.rank, 1000))
+            dist.barrier()
+
+    run_ranks(body, 2)
+
+
+def test_ranks_take_no_more_than_half_of_what_is_available():
+    def body() -> None:
+        with closing(Channel(1.0)) as channel, closing(SharedMemory(channel)) as memory:
+            before = available_bytes()
+            assert 0 < before <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            assert not memory.reserve(before // 3)  # two ranks: two thirds
+            dist.barrier()
+            assert available_bytes() > before // 2, "it was not even tried"
             dist.barrier()
 
     run_ranks(body, 2)
