@@ -124,7 +124,7 @@ class FileRecord:
 
 
 def payload_crc32(extents: Sequence[ExtentRecord]) -> int:
-    """CRC-32 of a payload written in parts, for :func:`megads_ucp.storage.write_frame`.
+    """CRC-32 of a payload written in parts, for :meth:`FileWriter.complete`.
 
     Raises:
         StorageError: the parts leave a gap or overlap.
