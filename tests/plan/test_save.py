@@ -7,7 +7,7 @@ from __future__ import annotations
 import tracemalloc
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -98,15 +98,13 @@ def test_extents_tile_each_file_and_their_writers_hold_something_of_it(job, deal
 @patient
 @given(jobs(), DEALINGS, TILES)
 def test_any_two_ranks_find_the_same_transfers_between_them_in_the_same_order(job, dealing, tile_bytes):
-    def between(plan: SavePlan, sender: int, receiver: int) -> list[Transfer]:
-        transfers = (transfer for piece in plan.pieces for transfer in piece.transfers(tile_bytes))
-        return [transfer for transfer in transfers if (transfer.sender, transfer.receiver) == (sender, receiver)]
-
     plans = plans_of(job, dealing)
-    for sender in range(job.world):
-        for receiver in range(job.world):
-            if sender != receiver:
-                assert between(plans[sender], sender, receiver) == between(plans[receiver], sender, receiver)
+    by_rank: list[dict[tuple[int, int], list[Transfer]]] = [defaultdict(list) for _ in plans]
+    for plan, between in zip(plans, by_rank, strict=True):
+        for transfer in (t for piece in plan.pieces for t in piece.transfers(tile_bytes)):
+            between[transfer.sender, transfer.receiver].append(transfer)
+    for one, other in permutations(range(job.world), 2):
+        assert by_rank[one][one, other] == by_rank[other][one, other]
     assert sum(plan.bytes_sent for plan in plans) == sum(
         transfer.nbytes
         for plan in plans
@@ -283,12 +281,14 @@ class Figures:
     strayed: float  # of all bytes written: what leaves the tensor-parallel ranks of one shard rank
 
 
-def figures(job: Job) -> Figures:
+def figures(job: Job, every: int = 1) -> Figures:
+    """Of all ranks, or of those of every so manyth shard rank."""
     subjects = job.subjects()
     total = total_bytes(subjects)
     dealing = Dealing.of(total, job.world, True)
     most = sent = strayed = 0
-    for rank in range(job.world):
+    ranks = [rank for rank in range(job.world) if rank // job.tp_degree % every == 0]
+    for rank in ranks:
         plan = make_plan(subjects, rank, dealing)
         most, sent = max(most, plan.bytes_written), sent + plan.bytes_sent
         strayed += sum(
@@ -297,7 +297,8 @@ def figures(job: Job) -> Figures:
             for part in piece.parts
             if piece.extent.writer // job.tp_degree != rank // job.tp_degree
         )
-    found = Figures(most * job.world / total, sent / total, strayed / total)
+    written = total * len(ranks) / job.world
+    found = Figures(most * job.world / total, sent / written, strayed / written)
     print(job.world, found)
     return found
 
@@ -312,7 +313,7 @@ def test_a_small_gpt(tp_degree, degree):
 
 @pytest.mark.slow
 def test_768_ranks():
-    found = figures(gpt(8, 6144, 16384, 50304, 8, 96))
+    found = figures(gpt(8, 6144, 16384, 50304, 8, 96), every=7)
     assert found.imbalance <= 1.2
     assert found.strayed <= 0.01
     assert found.sent <= 7 / 8 * 0.33 + 0.01
@@ -337,7 +338,7 @@ def test_65536_ranks_of_which_most_hold_only_padding_or_a_sliver():
     subjects = job.subjects()
     dealing = Dealing.of(total_bytes(subjects), job.world, True)
     held = {holding.rank for subject in subjects for holding in subject.holdings}
-    plans = [make_plan(subjects, rank, dealing) for rank in range(0, job.world, 97)]
+    plans = [make_plan(subjects, rank, dealing) for rank in range(0, job.world, 6007)]
     assert all(not plan.pieces for plan in plans if plan.rank not in held)
     extents = [piece.extent for plan in plans for piece in plan.writes]
     assert all(extent.nbytes for extent in extents)
