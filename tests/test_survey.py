@@ -53,7 +53,7 @@ def test_a_parameter_may_be_in_different_groups_on_different_tensor_parallel_ran
 
 def test_frozen_parameters_are_dealt_out_over_replicas_and_buffers_are_those_of_the_first():
     rules = {**RULES, "frozen": Rule("split", "layers", dim=1)}
-    options = {"unowned": {"frozen": (2, 3), "scale": (), "nothing": (0,)}, "buffers": ("scale", "nothing")}
+    options = {"unowned": {"frozen": (2, 3), "scale": (4,), "nothing": (0,)}, "buffers": ("scale", "nothing")}
     subjects = {s.name: s for s in build_survey(of_all_tp_ranks(rules=rules, **options)).subjects()}
 
     frozen, scale = subjects["frozen"], subjects["scale"]
@@ -64,7 +64,8 @@ def test_frozen_parameters_are_dealt_out_over_replicas_and_buffers_are_those_of_
         (1, 1, UNOWNED, 3),
         (3, 1, UNOWNED, 3),
     ]
-    assert scale.layout.replicated and scale.layout.shape == () and len(scale.holdings) == 2
+    assert scale.layout.replicated and scale.layout.shape == (4,)
+    assert [(h.rank, h.fragment.numel) for h in scale.holdings] == [(0, 4), (1, 4)]
     assert subjects["nothing"].holdings == ()
     assert subjects["column"].owned
 

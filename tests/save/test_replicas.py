@@ -123,6 +123,8 @@ def test_an_inspection_brings_every_copy_of_every_element_of_a_block_once(job: J
     place = {block.slot: index for index, block in enumerate(blocks)}
     arrived = [torch.zeros(len(block.tp_ranks), block.stop - block.start, dtype=torch.int64) for block in blocks]
     by_rank = [inspection(subjects, blocks, rank) for rank in range(job.world)]
+    meeting = {(block.slot, transfer.receiver) for inspected in by_rank for block, transfer in inspected}
+    assert len(meeting) == len(blocks), "the copies of a block meet on one rank"
     for rank, inspected in enumerate(by_rank):
         for block, transfer in inspected:
             assert rank in (transfer.sender, transfer.receiver)

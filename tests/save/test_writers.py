@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megads_ucp import storage
-from tests.support.degrees import UNIVERSAL, export, gpt_case
+from tests.support.degrees import export, gpt_case
+from tests.support.runs import UNIVERSAL
 
 SECTION = "universal_checkpoint_export"
 
