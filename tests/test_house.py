@@ -177,6 +177,7 @@ def test_importing_the_package_touches_neither_deepspeed_nor_process_groups():
     assert found == []
 
 
+@pytest.mark.slow
 def test_a_deepspeed_without_what_is_needed_is_refused_in_words():
     script = """
 import sys

@@ -41,6 +41,8 @@ from tests.support.runs import (
     tensors,
 )
 
+pytestmark = pytest.mark.slow
+
 # --------------------------------------------------------------------------------------------------- S2: learning rates
 
 

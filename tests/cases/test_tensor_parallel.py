@@ -203,6 +203,7 @@ def test_every_rule_is_exported_as_by_the_stock_converter_and_read_by_stock(kind
         stock_resume(sheet_case(STOCK_RESUMES, kind=kind), target, dp, tmp_path)
 
 
+@pytest.mark.slow
 def test_halves_and_a_padded_vocabulary_go_through_a_chain_of_degrees(tmp_path: Path) -> None:
     """T2, T4: TP 2 -> 4 -> 1, by name patterns that only the checkpoint knows. The values are those put in, not only
     those that went out."""

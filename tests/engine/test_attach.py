@@ -151,6 +151,7 @@ def test_a_deepspeed_without_an_attribute_in_use_is_refused_and_left_alone(monke
     assert [dict(vars(cls)) for cls in CLASSES] == stock_deepspeed
 
 
+@pytest.mark.slow
 def test_engines_are_not_kept_alive(tmp_path):
     def outlives(kind: str, use: bool) -> list[bool]:
         engine = trained(kind)
@@ -175,6 +176,7 @@ def test_engines_are_not_kept_alive(tmp_path):
 # ------------------------------------------------------------------------------------------------------ configuration
 
 
+@pytest.mark.slow
 def test_the_engines_own_section_decides_over_the_flags(tmp_path):
     section = "universal_checkpoint_export"
     sections: dict[str, Any] = {
@@ -349,6 +351,7 @@ WRITERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: " ".join(map(str, writer.values())))
 def test_exports_do_not_mind_how_deepspeed_writes_the_regular_checkpoint(tmp_path, writer):
     def body() -> str:

@@ -34,6 +34,8 @@ from tests.support.runs import (
 )
 from tests.support.runs import export as export_recipe
 
+pytestmark = pytest.mark.slow
+
 # ------------------------------------------------------------------------------------------- the target's layers decide
 
 

@@ -28,6 +28,8 @@ from tests.support.runs import (
     save,
 )
 
+pytestmark = pytest.mark.slow
+
 
 class Everything(Log):
     """Collects remarks on the global batch as well."""

@@ -89,6 +89,7 @@ def test_tied_weights(kind: str, tmp_path: Path) -> None:
     assert others == [first] * 2 and "parameter last.weight" in first and "load_optimizer_states=False" in first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["first.weight", "between.weight"])
 def test_a_parameter_that_was_frozen_has_no_states(name: str, tmp_path: Path) -> None:
     """Whichever of its group it is: the others' states are not given up in silence."""

@@ -143,6 +143,7 @@ def test_a_job_killed_during_an_export_leaves_the_older_one(tmp_path, moment):
     assert_next_export_cleans_up(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [
@@ -276,6 +277,7 @@ def remove_staging(save: Path) -> None:
     shutil.rmtree(save / "trash")
 
 
+@pytest.mark.slow
 def test_trouble_with_files_is_reported_on_all_ranks_and_training_goes_on(tmp_path):
     def a_write_that_fails(save: Path) -> None:
         on_rank(1, partial(before, "open .*1_universal.*fp32.pt", forbid_large_files))
@@ -317,6 +319,7 @@ def test_trouble_with_files_is_reported_on_all_ranks_and_training_goes_on(tmp_pa
         torch.load(file, weights_only=False)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_or_read_only(tmp_path):
     def full(save: Path) -> None:
         def fill() -> None:

@@ -272,6 +272,7 @@ def whole(heads: dict[int, torch.Tensor], order: str) -> torch.Tensor:
     return torch.cat([heads[part].flatten(0, 1) for part in range(3)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("theirs", "mine"), [ORDERS, ORDERS[::-1]])
 def test_a_resume_goes_on_in_code_of_the_other_order(theirs: Order, mine: Order, tmp_path: Path) -> None:
     source, target = (Recipe("fp32", functools.partial(Net, order)) for order in (theirs, mine))

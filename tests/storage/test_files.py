@@ -93,7 +93,7 @@ def test_more_buffers_than_one_call_takes_are_written(tmp_path):
 
 
 @given(st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=6), st.integers(0, 40))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_buffers_are_written_one_after_the_other_and_checksummed_as_one(tmp_path_factory, cuts, start):
     path, content = (
         tmp_path_factory.getbasetemp() / "buffers.pt",

@@ -15,6 +15,8 @@ from tests.support import stock
 from tests.support.models import KINDS, MLP, initialize, mlp_batches, train
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_engine_trains(kind: str) -> None:
