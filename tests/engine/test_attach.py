@@ -84,6 +84,7 @@ def what_deepspeed_knows(engine: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16_optimizer", pytest.param("round_robin", marks=pytest.mark.slow)])
 def test_uninstall_gives_living_engines_their_own_methods_and_books_back(tmp_path, kind):
     def body() -> tuple[Any, ...]:
@@ -248,6 +249,7 @@ def test_flags_are_shown_by_help(capsys):
 # ------------------------------------------------------------------------------------------------------------- saving
 
 
+@pytest.mark.slow
 def test_tags_and_directories_are_those_of_the_regular_checkpoint(tmp_path):
     def body() -> None:
         os.chdir(tmp_path)
@@ -302,6 +304,7 @@ def test_the_same_tag_again_replaces_the_export(tmp_path):
         assert torch.equal(torch.load(tmp_path / "x_universal" / "zero" / name / "fp32.pt")["param"], value)
 
 
+@pytest.mark.slow
 def test_states_that_appear_or_go_between_exports_are_noticed(tmp_path):
     def body() -> None:
         install(strict=True)
@@ -326,6 +329,7 @@ def test_states_that_appear_or_go_between_exports_are_noticed(tmp_path):
     assert [group.hyperparameters["lr"] for group in groups] == [0.125, 0.125]
 
 
+@pytest.mark.slow
 def test_stock_deepspeed_finds_and_loads_the_latest_export(tmp_path):
     def save() -> list[float]:
         install(strict=True)

@@ -85,6 +85,7 @@ def test_uneven_degrees_give_one_curve(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert (tmp_path / "losses.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_other_curves_are_told_from_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As different as they get by the order of additions in bf16, say."""
     curves = {"no TP": {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0}, "TP3": {1: 5.0, 2: 4.0, 3: 3.001, 4: 2.0}}

@@ -60,6 +60,7 @@ def test_runs_hold_exactly_the_range_and_know_where_it_lies(case: Case, data: st
         assert all(tp_rank in box.holders and box.numel for box in boxes)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=120)
 @given(cases(), st.data())
 def test_clip_keeps_exactly_what_lies_in_the_extent(case: Case, data: st.DataObject) -> None:

@@ -176,6 +176,7 @@ def test_a_group_without_parameters_holds_nothing() -> None:
     assert group.group_padding(3) == 0
 
 
+@pytest.mark.slow
 def test_65536_ranks() -> None:
     numels = [50257 * 64, *[64, 64 * 192, 64 * 64, 64 * 256] * 48, 1]
     names = [str(index) for index in range(len(numels))]

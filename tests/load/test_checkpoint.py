@@ -55,6 +55,7 @@ def test_a_verified_resume_at_another_degree(tmp_path: Path, together: str) -> N
     assert first == other and str(file) in first and "must not be used" in first
 
 
+@pytest.mark.slow
 def test_a_stock_directory_cannot_be_verified_and_the_error_says_so(tmp_path: Path) -> None:
     export_recipe(Recipe("fp32"), 2, tmp_path / "ours", after=0)
     stock.convert(tmp_path / "ours" / TAG, tmp_path / "stock" / UNIVERSAL)
@@ -70,6 +71,7 @@ def test_a_stock_directory_cannot_be_verified_and_the_error_says_so(tmp_path: Pa
     assert first == other and "manifest.json" in first and "verified" in first
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Path) -> None:
     """As a directory of some node's own."""
     recipe = Recipe("fp32")

@@ -246,6 +246,7 @@ class PickySchedule(torch.optim.lr_scheduler.ConstantLR):
         super().load_state_dict(state_dict)
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_rank_whose_own_part_of_a_load_fails(tmp_path: Path) -> None:
     recipe = Recipe("fp32", scheduler=PickySchedule)
     run_ranks(lambda: recipe.saved(tmp_path) and None, 2)

@@ -108,6 +108,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "moment"), MOMENTS)
 def test_a_rank_killed_during_an_export_leaves_the_older_one_and_the_others_say_so(tmp_path, victim, moment):
     def body() -> list[str]:
@@ -126,6 +127,7 @@ def test_a_rank_killed_during_an_export_leaves_the_older_one_and_the_others_say_
     assert_next_export_cleans_up(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [
@@ -394,6 +396,7 @@ def test_a_save_dir_that_not_all_ranks_see_is_refused(tmp_path):
     assert not list(tmp_path.rglob("*universal*"))
 
 
+@pytest.mark.slow
 def test_modes_and_groups_are_those_of_the_regular_files(tmp_path):
     if os.getuid() == 0:
         os.chown(tmp_path, -1, 4711)
@@ -416,6 +419,7 @@ def test_modes_and_groups_are_those_of_the_regular_files(tmp_path):
             assert (path.stat().st_mode, path.stat().st_gid) == rights[path.is_dir()], path
 
 
+@pytest.mark.slow
 def test_an_export_is_as_large_as_its_tensors_and_leaves_nothing_else(tmp_path):
     def body() -> None:
         install(strict=True)

@@ -176,6 +176,7 @@ def test_all_ranks_learn_the_largest_of_all_differences_and_who_holds_it() -> No
         assert "the copy of tensor-parallel rank 1 differs from that of rank 0" in str(drift)
 
 
+@pytest.mark.slow
 def test_stages_are_compared_however_each_is_cut_and_distinguished_from_ranks_of_one() -> None:
     cut = build_layout("words", Rule("split", "test", dim=0), [(9,)] * 2)
     layouts = (replicated("norm", 5, 2), cut)

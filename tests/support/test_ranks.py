@@ -36,6 +36,7 @@ def test_ranks_communicate_and_return_in_rank_order() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_an_exception_reaches_the_parent_while_other_ranks_wait(tmp_path: Path) -> None:
     def body() -> None:
         print(f"rank {dist.get_rank()} was here", flush=True)
@@ -181,6 +182,7 @@ def native_thread() -> Iterator[Callable[[str, object], None]]:
         libc.pthread_join(thread, None)
 
 
+@pytest.mark.slow
 def test_a_native_thread_that_is_ending_is_waited_for(native_thread: Callable[[str, object], None]) -> None:
     native_thread("usleep", ctypes.c_void_p(700_000))
     run_ranks(lambda: None, 1)  # a warning would be an error here: see pyproject.toml
@@ -210,6 +212,7 @@ def test_ranks_import_nothing_anew() -> None:
     assert run_ranks(lambda: packages() - before, 2) == [set(), set()]
 
 
+@pytest.mark.slow
 def test_jobs_in_a_row_start_alike() -> None:
     draws = [run_ranks(lambda: torch.rand(1).item(), 2) for _ in range(5)]
     assert {value for draw in draws for value in draw} == {draws[0][0]}
