@@ -122,17 +122,13 @@ def clip_shard(box: Box, start: int, stop: int) -> tuple[Box, ...]:
     )
 
 
-def cut_box(box: Box, limit: int, *, spans: bool = False) -> Iterator[Box]:
-    """The box in parts of at most ``limit`` elements, in order.
-
-    With ``spans``, all elements of the full tensor between a part's first and last one count, not only its own.
-    """
-    size = box.full_span[1] - box.full_span[0] if spans else box.numel
-    if size <= limit or not box.shape:
+def cut_box(box: Box, limit: int) -> Iterator[Box]:
+    """The box in parts, in order, that span at most ``limit`` elements of the full tensor from first to last."""
+    if box.full_span[1] - box.full_span[0] <= limit or not box.shape:
         yield box
         return
     row = replace(box, shape=box.shape[1:], full_strides=box.full_strides[1:], shard_strides=box.shard_strides[1:])
-    row_size = max(box.full_strides[0] if spans else row.numel, 1)
+    row_size = max(box.full_strides[0], 1)
     step = max(limit // row_size, 1)
     for start in range(0, box.shape[0], step):
         full = box.full_offset + start * box.full_strides[0]
@@ -141,7 +137,7 @@ def cut_box(box: Box, limit: int, *, spans: bool = False) -> Iterator[Box]:
             count = min(step, box.shape[0] - start)
             yield replace(box, shape=(count, *box.shape[1:]), full_offset=full, shard_offset=shard)
         else:  # one row is more than fits: cut along the next axis
-            yield from cut_box(replace(row, full_offset=full, shard_offset=shard), limit, spans=spans)
+            yield from cut_box(replace(row, full_offset=full, shard_offset=shard), limit)
 
 
 def joined(boxes: Iterable[Box]) -> tuple[Box, ...]:

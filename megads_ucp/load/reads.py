@@ -75,7 +75,7 @@ class Read:
         live = self.clear()
         for file, boxes in self._sources():
             dtype = file.tensor.dtype
-            for part in (p for box in boxes for p in cut_box(box, max(SPAN_BYTES // dtype.itemsize, 1), spans=True)):
+            for part in (p for box in boxes for p in cut_box(box, max(SPAN_BYTES // dtype.itemsize, 1))):
                 first, last = part.full_span
                 view = part.shard_view(live, self.shard_start)
                 dense = part.numel == last - first and view.is_contiguous() and part.scale == 1.0

@@ -34,7 +34,7 @@ from megads_ucp.save.commit import Commit
 from megads_ucp.save.frames import Frames, one_file_of_each
 from megads_ucp.save.objects import small_files
 from megads_ucp.save.optimizer_values import check_nothing_left_out, collect
-from megads_ucp.save.replicas import Comparison, judge
+from megads_ucp.save.replicas import Comparison, judge, source_of
 from megads_ucp.save.shared_rows import SharedRows
 from megads_ucp.save.snapshot import Snapshot
 from megads_ucp.save.types import ExportReport, ExportRequest
@@ -222,13 +222,13 @@ class Exporter:
         self, channel: Channel, prepared: _Prepared, snapshot: Snapshot, writer: TensorWriter
     ) -> list[storage.ExtentRecord]:
         """Write in place what can be, and meanwhile put the rest together."""
-        rows = prepared.rows
+        rows, own = prepared.rows, source_of(snapshot.values)
 
         def source(transfer: Transfer) -> tuple[torch.Tensor, int]:
-            if transfer.sender != channel.rank:
-                assert rows is not None
-                return rows.find(transfer)
-            return snapshot.values(transfer.holding, transfer.extent.state), transfer.holding.fragment.param_start
+            if transfer.sender == channel.rank:
+                return own(transfer)
+            assert rows is not None
+            return rows.find(transfer)
 
         with channel.agreed("writing"):
             writer.start()

@@ -20,7 +20,7 @@ from math import isnan
 import torch
 
 from megads_ucp.comm.channel import Channel
-from megads_ucp.comm.exchange import Exchange
+from megads_ucp.comm.exchange import Exchange, Source
 from megads_ucp.errors import DriftError
 from megads_ucp.layout.boxes import Box
 from megads_ucp.layout.strides import Ints, index_of
@@ -56,6 +56,11 @@ _MOST_LISTED = 5
 
 Values = Callable[[Holding, StateSpec], torch.Tensor]
 """The 1-D values, on any device, of one of this rank's holdings in some state."""
+
+
+def source_of(values: Values) -> Source:
+    """What an exchange takes this rank's own transfers from."""
+    return lambda transfer: (values(transfer.holding, transfer.extent.state), transfer.holding.fragment.param_start)
 
 
 @dataclass(frozen=True)
@@ -188,8 +193,8 @@ class _Judge:
         self, channel: Channel, inspected: Sequence[tuple[ReplicaBlock, Transfer]], values: Values, window_bytes: int
     ) -> None:
         self._blocks = {id(transfer): block for block, transfer in inspected}
-        source = lambda t: (values(t.holding, t.extent.state), t.holding.fragment.param_start)  # noqa: E731
-        Exchange(channel, source, self._lay, window_bytes=window_bytes).run(transfer for _, transfer in inspected)
+        exchange = Exchange(channel, source_of(values), self._lay, window_bytes=window_bytes)
+        exchange.run(transfer for _, transfer in inspected)
 
     def _lay(self, transfer: Transfer, values: list[torch.Tensor]) -> None:
         block = self._blocks[id(transfer)]

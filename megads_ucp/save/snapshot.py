@@ -25,8 +25,8 @@ class Snapshot:
         ]
         unowned = {name: value.detach() for name, value in engine.unowned().items()}
         self._unowned = {name: value.reshape(-1) for name, value in unowned.items()}
-        inexact = {name: value for name, value in unowned.items() if not _fp32_holds(value)}
-        self.inexact = inexact if engine.first_of_replicas else {}
+        spoken_for = unowned if engine.first_of_replicas else {}
+        self.inexact = {name: value for name, value in spoken_for.items() if not _fp32_holds(value)}
         """Of buffers and frozen parameters, those with values that fp32, and so the format, cannot hold, by name, on
         the rank that speaks for its replicas."""
 

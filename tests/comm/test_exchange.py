@@ -31,7 +31,7 @@ from megads_ucp.plan.save import SavePlan, make_plan, total_bytes
 from megads_ucp.plan.shares import Dealing
 from megads_ucp.plan.types import Holding, StateSpec, Subject, Transfer
 from megads_ucp.save.frames import Frames, file_name
-from megads_ucp.save.replicas import Values
+from megads_ucp.save.replicas import Values, source_of
 from megads_ucp.save.shared_rows import SharedRows
 from megads_ucp.save.writer import TensorWriter
 from megads_ucp.storage.format import state_file
@@ -211,10 +211,9 @@ def test_a_lay_that_fails_on_one_rank_fails_the_export_on_all_and_nobody_hangs()
             if channel.rank == 3:
                 raise MemoryError("no room")
 
-        source = lambda t: (values(t.holding, t.extent.state), t.holding.fragment.param_start)  # noqa: E731
         transfers = [transfer for piece in plan.pieces for transfer in piece.transfers(64)]
         with pytest.raises(Disagreement) as failure, channel.agreed("writing"):
-            Exchange(channel, source, lay).run(transfers)
+            Exchange(channel, source_of(values), lay).run(transfers)
         assert isinstance(failure.value.__cause__, MemoryError) == (channel.rank == 3)
         channel.agree(None, "the next step")  # the channel is still good
         return str(failure.value)
